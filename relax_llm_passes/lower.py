@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 from tvm.ir import structural_equal
 
+from . import verify
 from .errors import InputError
 from .outline import COMPOSITE_PREFIX, inline
 from .registry import PassRun, load_plugins, register_pass
@@ -228,8 +229,22 @@ class _Rewriter:
                     )
                 self.choices[composite.name] = None
             else:
-                self.choices[composite.name] = answer[0]
+                self.choices[composite.name] = self.verified(composite, answer[0], function, binding)
         return self.choices[composite.name]
+
+    def verified(
+        self, composite: Composite, impl: Implementation, function: str, binding: str
+    ) -> Implementation | None:
+        """Return `impl`, or None with a refusal when verification is on and its numbers differ."""
+        if not verify.active():
+            return impl
+        problem = verify.check_kernel(composite, impl, self.target)
+        if problem is None:
+            return impl
+        self.run.record.refuse(
+            f"verification: {impl.name}: {problem}", composite.kind, function, binding
+        )
+        return None
 
     def function(self, name: str, func: relax.Function) -> relax.Function:
         body, changed = self.seq(name, func.body)
