@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import tvm
 from tvm import relax
-from tvm.ir import structural_equal
+from tvm_ffi import structural_equal
 
 from . import verify
 from .errors import InputError

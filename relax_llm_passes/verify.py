@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.ir import structural_equal
+from tvm_ffi import structural_equal
 
 from .report import PassRecord
 from .sampling import random_arguments, sample_sizes, to_numpy
