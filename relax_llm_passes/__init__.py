@@ -4,24 +4,49 @@
 >>> seq = relax_llm_passes.default_pipeline("native")
 >>> ex = tvm.compile(mod, seq.target, relax_pipeline=seq)
 >>> print(seq.report.to_text())
+
+Names are imported on use: TVM imports this package while it is itself being imported (for
+`relax_pipeline="relax_llm"`), and that must stay cheap.
 """
 
 from __future__ import annotations
 
-from .environment import check_import as _check_import
-
-_check_import()
-
-from . import report  # noqa: E402  (the check above must come before TVM is imported)
-from .errors import InputError, RelaxLLMError, UnknownNameError, UnsupportedError  # noqa: E402
-from .libraries import Library, list_libraries, register_library  # noqa: E402
-from .lower import Accept, Composite, register_implementation  # noqa: E402
-from .pipeline import default_pipeline, stages  # noqa: E402
-from .registry import PassRun, get_pass, list_passes, register_pass  # noqa: E402
-from .report import Refusal, Report  # noqa: E402
-from .targets import parse_target  # noqa: E402
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import report
+    from .errors import InputError, RelaxLLMError, UnknownNameError, UnsupportedError
+    from .libraries import Library, list_libraries, register_library
+    from .lower import Accept, Composite, register_implementation
+    from .pipeline import default_pipeline, stages
+    from .registry import PassRun, get_pass, list_passes, register_pass
+    from .report import Refusal, Report
+    from .targets import parse_target
+
+_HOME = {
+    "Accept": "lower",
+    "Composite": "lower",
+    "InputError": "errors",
+    "Library": "libraries",
+    "PassRun": "registry",
+    "Refusal": "report",
+    "RelaxLLMError": "errors",
+    "Report": "report",
+    "UnknownNameError": "errors",
+    "UnsupportedError": "errors",
+    "default_pipeline": "pipeline",
+    "get_pass": "registry",
+    "list_libraries": "libraries",
+    "list_passes": "registry",
+    "parse_target": "targets",
+    "register_implementation": "lower",
+    "register_library": "libraries",
+    "register_pass": "registry",
+    "stages": "pipeline",
+}
 
 __all__ = [
     "Accept",
@@ -45,3 +70,15 @@ __all__ = [
     "report",
     "stages",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name == "report":
+        return importlib.import_module(".report", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import warnings
 
-__all__ = ["check_import", "ffi_problem", "thread_count"]
+__all__ = ["ffi_problem", "thread_count", "warn_of_problems"]
 
 
 def _version(name: str) -> tuple[int, ...]:
@@ -43,30 +44,15 @@ def thread_count() -> int:
     """Return how many threads `T.parallel` uses in this process.
 
     TVM reads TVM_NUM_THREADS (then OMP_NUM_THREADS) once, at its first parallel loop. Without
-    it, TVM halves the count on machines that report hyper-threading: one thread on 2 vCPUs.
+    it, TVM takes half of the processors it sees: one thread on 2 vCPUs.
     """
     import tvm
 
-    return int(tvm.get_global_func("runtime.NumThreads")()) if _has_num_threads() else _guess()
+    return int(tvm.get_global_func("runtime.NumThreads")())
 
 
-def _has_num_threads() -> bool:
-    import tvm
-
-    return tvm.get_global_func("runtime.NumThreads", allow_missing=True) is not None
-
-
-def _guess() -> int:
-    for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return max(1, (os.cpu_count() or 1) // 2)
-
-
-def check_import() -> None:
-    """Warn once, when the package is imported, about an installation known to crash."""
+def warn_of_problems() -> None:
+    """Warn about an installation that is known to crash; called when TVM loads the package."""
     problem = ffi_problem()
     if problem:
-        import warnings
-
-        warnings.warn(problem, stacklevel=3)
+        warnings.warn(problem, stacklevel=2)
