@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import tvm
-import tvm_ffi
 from tvm import relax
 from tvm_ffi import structural_equal
 
@@ -310,7 +309,7 @@ class _Rewriter:
             result = bb.normalize(result)
         finally:
             block = bb._end_block()
-        if not tvm_ffi.structural_equal(result.ty, call.ty):
+        if not structural_equal(result.ty, call.ty):
             self.run.record.refuse(
                 f"{impl.name} emitted {result.ty}, the composite has {call.ty}",
                 composite.kind,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import relax
 from tvm_ffi import structural_equal
 
@@ -92,7 +91,7 @@ class Verifier:
                 return f"function {name!r} is gone"
             if len(params) != len(new[name][0]):
                 return f"function {name!r} has {len(new[name][0])} parameters, had {len(params)}"
-            same = tvm_ffi.structural_equal(
+            same = structural_equal(
                 relax.FuncType(params, result), relax.FuncType(*new[name]), map_free_vars=True
             )
             if not same:
