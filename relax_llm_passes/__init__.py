@@ -4,17 +4,12 @@
 >>> seq = relax_llm_passes.default_pipeline("native")
 >>> ex = tvm.compile(mod, seq.target, relax_pipeline=seq)
 >>> print(seq.report.to_text())
-
-Names are imported on use: TVM imports this package while it is itself being imported (for
-`relax_pipeline="relax_llm"`), and that must stay cheap.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import report
@@ -26,6 +21,10 @@ if TYPE_CHECKING:
     from .report import Refusal, Report
     from .targets import parse_target
 
+__version__ = "0.1.0"
+
+# Public names by module. They are imported on first use: TVM imports this package at `import tvm`
+# (for relax_pipeline="relax_llm"), when most of TVM is not there yet and nobody has asked for us.
 _HOME = {
     "Accept": "lower",
     "Composite": "lower",
@@ -45,6 +44,7 @@ _HOME = {
     "register_implementation": "lower",
     "register_library": "libraries",
     "register_pass": "registry",
+    "report": "",
     "stages": "pipeline",
 }
 
@@ -71,14 +71,25 @@ __all__ = [
     "stages",
 ]
 
+_CHECKED = False
+
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    if name == "report":
-        return importlib.import_module(".report", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    global _CHECKED
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _CHECKED:
+        _CHECKED = True
+        from .environment import check_import
+
+        check_import()
+    home = _HOME[name]
+    if not home:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*globals(), *__all__])
