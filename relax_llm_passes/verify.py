@@ -80,9 +80,13 @@ class Verifier:
         """Return what is wrong with `after`, or None."""
         if step.stage not in _RELAX_STAGES:
             return None
-        if not relax.analysis.well_formed(after):
+        try:
+            relax.analysis.well_formed(after)
+        except Exception as error:
             # Not the pass's fault when it was given such a module.
-            return "the result is not well-formed" if relax.analysis.well_formed(before) else None
+            if not relax.analysis.check_well_formed(before):
+                return None
+            return f"the result is not well-formed: {str(error).splitlines()[-1]}"
         if step.stage == "optional":
             return None
         old, new = signatures(before), signatures(after)
