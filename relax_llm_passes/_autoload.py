@@ -7,9 +7,6 @@ __all__ = ["register"]
 
 def register() -> None:
     """Register the pipeline's name with TVM; harmless when called again."""
-    from .environment import warn_of_problems
-
-    warn_of_problems()
     from tvm.relax.pipeline import PIPELINE_MAP, register_pipeline
 
     if "relax_llm" in PIPELINE_MAP:

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import warnings
 
-__all__ = ["ffi_problem", "thread_count", "warn_of_problems"]
+__all__ = ["check_import", "ffi_problem", "thread_count"]
 
 
 def _version(name: str) -> tuple[int, ...]:
@@ -51,8 +51,8 @@ def thread_count() -> int:
     return int(tvm.get_global_func("runtime.NumThreads")())
 
 
-def warn_of_problems() -> None:
-    """Warn about an installation that is known to crash; called when TVM loads the package."""
+def check_import() -> None:
+    """Warn about an installation that is known to crash; called on the package's first use."""
     problem = ffi_problem()
     if problem:
-        warnings.warn(problem, stacklevel=2)
+        warnings.warn(problem, stacklevel=3)
