@@ -51,7 +51,7 @@ def _with_effects(func: relax.Function, names: set[str]) -> relax.Function:
         bindings = []
         for binding in block.bindings:
             value = binding.value
-            if binding.var.name_hint in names and getattr(value, "op", None) == _PURE_PACKED:
+            if binding.var.name in names and getattr(value, "op", None) == _PURE_PACKED:
                 target, *arguments = value.args
                 call = relax.Call(target, arguments, value.attrs, value.ty_args, value.span)
                 binding = relax.VarBinding(binding.var, call)
@@ -75,7 +75,7 @@ def KeepEffects(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
     for gvar, func in mod.functions.items():
         calls = _unused_calls(func) if isinstance(func, relax.Function) else set()
         if calls:
-            unused[gvar] = {v.name_hint for v in calls}
+            unused[gvar] = {v.name for v in calls}
             run.record.match("call_pure_packed", len(calls), gvar.name_hint)
     if not unused:
         return mod

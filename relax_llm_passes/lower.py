@@ -291,7 +291,7 @@ class _Rewriter:
         composite = self.composites.get(value.op.name_hint)
         if composite is None:
             return [binding]
-        implementation = self.implementation(composite, name, binding.var.name_hint)
+        implementation = self.implementation(composite, name, binding.var.name)
         if implementation is None:
             return [binding]
         return self.emit(name, binding, composite, implementation, dataflow)
@@ -314,11 +314,11 @@ class _Rewriter:
                 f"{impl.name} emitted {result.ty}, the composite has {call.ty}",
                 composite.kind,
                 name,
-                binding.var.name_hint,
+                binding.var.name,
             )
             self.choices[composite.name] = None
             return [binding]
-        self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name_hint)
+        self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name)
         return [*block.bindings, relax.VarBinding(binding.var, result)]
 
 

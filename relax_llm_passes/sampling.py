@@ -111,7 +111,7 @@ def random_arguments(func: relax.Function, sizes: Mapping[str, int], seed: int =
             return random_array(shape, str(ty.dtype), rng)
         raise InputError(f"parameter {name}: inputs of type {ty} cannot be drawn")
 
-    return [make(p.name_hint, p.ty) for p in func.params]
+    return [make(p.name, p.ty) for p in func.params]
 
 
 def to_numpy(result: Any) -> list[np.ndarray]:
