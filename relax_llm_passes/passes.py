@@ -1,11 +1,16 @@
-"""Imports every module that registers a pass, in the order of the default pipeline."""
+"""Imports every module that registers a pass, a library or an implementation."""
 
 from __future__ import annotations
 
 import importlib
 
+# In the order of the default pipeline.
 MODULES = (
     "relax_llm_passes.fusion.canonicalize_bindings",
+    "relax_llm_passes.lower",
+    "relax_llm_passes.keep_effects",
+    "relax_llm_passes.finish",
+    "relax_llm_passes.schedule",
 )
 
 for _name in MODULES:
