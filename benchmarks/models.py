@@ -54,7 +54,9 @@ def _tvm_call(built: Any, engine: str) -> Any:
         if engine == "ours"
         else relax.get_default_pipeline(target)
     )
-    machine = relax.VirtualMachine(tvm.compile(graph.mod, target, relax_pipeline=pipeline), tvm.cpu())
+    machine = relax.VirtualMachine(
+        tvm.compile(graph.mod, target, relax_pipeline=pipeline), tvm.cpu()
+    )
     arguments = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in graph.inputs()]
     function = machine[graph.function]
     return lambda: function(*arguments), to_numpy
@@ -122,7 +124,16 @@ class Engine:
         for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
             environment.pop(name, None)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", engine, graph, size, str(threads), str(self.output)],
+            [
+                sys.executable,
+                __file__,
+                "--worker",
+                engine,
+                graph,
+                size,
+                str(threads),
+                str(self.output),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -231,7 +242,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
-    print(f"{'model':8}{'mode':9}" + "".join(f"{e + ' ms':>12}" for e in options.engines) + "   ratios")
+    print(
+        f"{'model':8}{'mode':9}"
+        + "".join(f"{e + ' ms':>12}" for e in options.engines)
+        + "   ratios"
+    )
     for model in options.models:
         for mode in options.modes:
             row = measure(
@@ -256,7 +271,11 @@ def main() -> int:
             )
     if options.json:
         record = {
-            "machine": {"processor": _processor(), "cpus": os.cpu_count(), "python": platform.python_version()},
+            "machine": {
+                "processor": _processor(),
+                "cpus": os.cpu_count(),
+                "python": platform.python_version(),
+            },
             "results": results,
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -87,11 +87,9 @@ def insert(
             for key, value in values.items():
                 old = merged.setdefault(pass_name, {}).get(key)
                 both = isinstance(old, tuple) and isinstance(value, tuple)
-                merged[pass_name][key] = (*old, *value) if both else value
+                merged[pass_name][key] = old + value if both else value
     for pass_name, values in merged.items():
         values.update(options.get(pass_name, {}))
         transform = registry.get_pass(pass_name, **values)
-        steps = [
-            Step(s.name, s.stage, transform) if s.name == pass_name else s for s in steps
-        ]
+        steps = [Step(s.name, s.stage, transform) if s.name == pass_name else s for s in steps]
     return steps

@@ -198,7 +198,7 @@ def choose(
     refusals = []
     for candidate in candidates:
         answer = candidate.accepts(composite, target)
-        if answer:
+        if isinstance(answer, Accept):
             return candidate, answer
         refusals.append(Refusal(f"{candidate.name}: {answer.reason}", composite.kind))
     if not candidates:
@@ -229,7 +229,8 @@ class _Rewriter:
                     )
                 self.choices[composite.name] = None
             else:
-                self.choices[composite.name] = self.verified(composite, answer[0], function, binding)
+                chosen = answer[0]
+                self.choices[composite.name] = self.verified(composite, chosen, function, binding)
         return self.choices[composite.name]
 
     def verified(
@@ -250,9 +251,7 @@ class _Rewriter:
         body, changed = self.seq(name, func.body)
         if not changed:
             return func
-        return relax.Function(
-            func.params, body, func.ret_ty, func.is_pure, func.attrs, func.span
-        )
+        return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs, func.span)
 
     def seq(self, name: str, body: relax.Expr) -> tuple[relax.Expr, bool]:
         if not isinstance(body, relax.SeqExpr):

@@ -79,7 +79,7 @@ def _enabled(step: Step, ctx: tvm.transform.PassContext) -> str | None:
         return "disabled by PassContext(disabled_pass=...)"
     required = str(info.name) in [str(n) for n in ctx.required_pass or []]
     if not required and int(ctx.opt_level) < int(info.opt_level):
-        return f"left out: PassContext(opt_level={ctx.opt_level}) is below its level {info.opt_level}"
+        return f"left out: opt_level={ctx.opt_level} is below the pass's level {info.opt_level}"
     return None
 
 
@@ -123,9 +123,7 @@ class Pipeline:
         steps = resolve(self.spec, _steps(target), self.options, self.disabled)
         return libraries.insert(steps, self.libraries, target, self.options)
 
-    def transform_module(
-        self, mod: tvm.IRModule, ctx: tvm.transform.PassContext
-    ) -> tvm.IRModule:
+    def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Run every step; a step that is disabled leaves a note in the report."""
         target = self.target or parse_target(None)
         self.report = _report.Report(target=str(target))

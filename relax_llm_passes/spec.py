@@ -152,7 +152,8 @@ def _with(name: str, chosen: list[Step], default: Sequence[Step]) -> list[Step]:
     if name in registry.STAGES:
         return chosen
     step = Step(name, registry.lookup(name).stage, registry.get_pass(name))
-    return _place([s for s in chosen if s in default], [*(s for s in chosen if s not in default), step])
+    extra = [s for s in chosen if s not in default]
+    return _place([s for s in chosen if s in default], [*extra, step])
 
 
 def _place(steps: list[Step], extra: list[Step]) -> list[Step]:

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import tvm
 from tvm.target import Target
@@ -42,7 +42,7 @@ _CUDA_DEFAULTS: dict[str, Any] = {
 # Compiled for when neither the caller nor a device in this machine says otherwise.
 _DEFAULT_ARCH = "sm_80"
 
-TargetLike = str | Mapping[str, Any] | Target
+TargetLike: TypeAlias = "str | Mapping[str, Any] | Target"
 
 
 def _host_llvm() -> dict[str, Any]:

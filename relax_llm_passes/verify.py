@@ -117,9 +117,7 @@ def _run(
 ) -> list[np.ndarray]:
     device = tvm.cuda(0) if target.kind.name == "cuda" else tvm.cpu()
     machine = relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=pipeline), device)
-    placed = [
-        tvm.runtime.tensor(a, device) if isinstance(a, np.ndarray) else a for a in arguments
-    ]
+    placed = [tvm.runtime.tensor(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
     return to_numpy(machine["main"](*placed))
 
 
