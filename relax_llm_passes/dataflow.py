@@ -23,7 +23,7 @@ import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.ir import Call, GenericConst, GlobalVar, Tuple, TupleGetItem
+from tvm.ir import Call, GenericConst, GlobalVar, Op, Tuple, TupleGetItem
 from tvm.relax import (
     Binding,
     DataflowBlock,
@@ -65,7 +65,7 @@ def is_var(expr: Any) -> bool:
 
 def op_name(expr: Any) -> str:
     """Return the operator's name ("relax.add") of a call to a built-in operator, else ""."""
-    if type(expr) is Call and isinstance(expr.op, tvm.ir.Op):
+    if type(expr) is Call and isinstance(expr.op, Op):
         return expr.op.name
     return ""
 
@@ -83,7 +83,7 @@ def shape_of(expr: Expr) -> tuple[Dim, ...] | None:
     ty = expr.ty
     if not isinstance(ty, TensorType) or not isinstance(ty.shape, ShapeExpr):
         return None
-    return tuple(_dim(v) for v in ty.shape.values)
+    return tuple(_dim(v) for v in ty.shape.values[:])
 
 
 def dtype_of(expr: Expr) -> str | None:
@@ -112,19 +112,24 @@ def _collect(expr: Any, found: dict[Var, None]) -> None:
     if kind in _VAR_TYPES:
         found[expr] = None
     elif kind is Call:
-        if not isinstance(expr.op, (tvm.ir.Op, GlobalVar)):
-            _collect(expr.op, found)
-        for arg in expr.args:
-            _collect(arg, found)
-        for ty in expr.ty_args:
+        op = expr.op
+        if type(op) is not Op and type(op) is not GlobalVar:
+            _collect(op, found)
+        # A slice copies an FFI array in one go; iterating one costs several times as much.
+        for arg in expr.args[:]:
+            if type(arg) in _VAR_TYPES:
+                found[arg] = None
+            else:
+                _collect(arg, found)
+        for ty in expr.ty_args[:]:
             _collect_type(ty, found)
     elif kind is Tuple:
-        for field in expr.fields:
+        for field in expr.fields[:]:
             _collect(field, found)
     elif kind is TupleGetItem:
         _collect(expr.tuple_value, found)
     elif kind is ShapeExpr:
-        for value in expr.values:
+        for value in expr.values[:]:
             _collect(value, found)
     elif kind is If:
         _collect(expr.cond, found)
@@ -156,10 +161,10 @@ def type_vars(ty: Any) -> list[Var]:
             return []
         if type(shape) in _VAR_TYPES:
             return [shape]
-        if all(type(v) is tvm.tirx.IntImm for v in shape.values):
+        if all(type(v) is tvm.tirx.IntImm for v in shape.values[:]):
             return []
     elif isinstance(ty, tvm.ir.TupleType):
-        return list(dict.fromkeys(v for field in ty.fields for v in type_vars(field)))
+        return list(dict.fromkeys(v for field in ty.fields[:] for v in type_vars(field)))
     elif not isinstance(ty, (relax.ShapeType, relax.FuncType)):
         return []
     return list(relax.analysis.tir_vars_in_type(ty))
@@ -170,8 +175,8 @@ def _collect_seq(seq: SeqExpr, params: Any, found: dict[Var, None]) -> None:
     bound: set[Var] = set(params)
     for param in params:
         bound.update(relax.analysis.definable_tir_vars_in_type(param.ty))
-    for block in seq.blocks:
-        for binding in block.bindings:
+    for block in seq.blocks[:]:
+        for binding in block.bindings[:]:
             bound.add(binding.var)
             _collect(binding.value, inner)
             if type(binding) is MatchCast:
@@ -275,9 +280,9 @@ class FunctionView:
         self._reads: list[list[Var]] = []
         self._users: dict[Var, list[Binding]] | None = None
         self._outputs: set[Var] | None = None
-        for block in seq.blocks:
+        for block in seq.blocks[:]:
             self._dataflow.append(isinstance(block, DataflowBlock))
-            for binding in block.bindings:
+            for binding in block.bindings[:]:
                 self._add(binding, len(self._dataflow) - 1)
         self._result = dict.fromkeys(used_vars(seq.body))
 
@@ -356,7 +361,7 @@ class FunctionView:
 
     def _rebuilt(self, value: Tuple) -> Expr | None:
         """Return `t` for `(t[0], t[1])` that takes `t` apart and puts the same together."""
-        fields = value.fields
+        fields = value.fields[:]
         if len(fields) == 0:
             return None
         source: Expr | None = None
@@ -443,7 +448,7 @@ class FunctionView:
     def fields(self, expr: Expr) -> list[Expr] | None:
         """Return the resolved fields of a tuple that is built in sight, or None."""
         built = self._find_tuple(self.resolve(expr))
-        return None if built is None else [self.resolve(f) for f in built.fields]
+        return None if built is None else [self.resolve(f) for f in built.fields[:]]
 
     def shape(self, expr: Expr) -> tuple[Dim, ...] | None:
         """Return the sizes of a tensor: ints, and expressions for symbolic sizes; None if unknown.
@@ -514,7 +519,7 @@ class FunctionView:
             self._outputs.add(var)
             built = self._tuples.get(var)
             if built is not None:
-                pending.extend(self.resolve(f) for f in built.fields)
+                pending.extend(self.resolve(f) for f in built.fields[:])
         # A tuple that is only taken apart again is no use of its fields, so tuples wait until
         # something reads them whole; uses come after definitions, hence the backward walk.
         whole: set[Var] = {v for v in self._outputs if v in self._tuples}
