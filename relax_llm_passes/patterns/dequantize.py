@@ -87,9 +87,7 @@ class _Elementwise:
     """The value of a scheduled-free PrimFunc at given output positions, in float64 and int64."""
 
     def __init__(self, func: tvm.tirx.PrimFunc, inputs: list[np.ndarray]) -> None:
-        self.arrays = {
-            p: a for p, a in zip(list(func.params)[: len(inputs)], inputs, strict=True)
-        }
+        self.arrays = {p: a for p, a in zip(list(func.params)[: len(inputs)], inputs, strict=True)}
         self.stores: dict[Any, tuple[list[Any], Any]] = {}
         self.output = list(func.params)[-1]
         self.collect(func.body)
@@ -208,7 +206,9 @@ def _lengths(length: int, parts: int) -> list[int]:
     return sorted(sizes, key=lambda n: (n % 32 != 0, n % 8 != 0, n))[:16]
 
 
-def _plans(full: list[int], packed: list[int], scale: list[int], word: str, axis: int) -> list[dict]:
+def _plans(
+    full: list[int], packed: list[int], scale: list[int], word: str, axis: int
+) -> list[dict]:
     """Return the formats whose sizes fit the shapes, packed along `axis`."""
     other = 1 - axis
     if packed[other] != full[other] or scale[other] != full[other]:

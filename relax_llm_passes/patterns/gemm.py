@@ -25,7 +25,7 @@ from tvm import relax
 
 from ..outline import Region
 from ..report import Refusal
-from .dequantize import find_dequantize
+from .dequantize import Dequantize, find_dequantize
 from .gemm_epilogue import Epilogue, grow_epilogue
 from .gemm_operands import Operand, trace_matrix, trace_rows
 from .shapes import dims, dtype_of, is_one, same_dim, same_dims
@@ -128,9 +128,9 @@ class _Finder:
         right = self.choose(trace_matrix(view, rhs, usable), rhs_fits)
         assert right is not None
         flat = len(dims(right.root) or ()) == 2
-        left_forms = trace_matrix(view, lhs, usable) if len(lhs_dims) > 1 else [
-            Operand(view.resolve(lhs))
-        ]
+        left_forms = (
+            trace_matrix(view, lhs, usable) if len(lhs_dims) > 1 else [Operand(view.resolve(lhs))]
+        )
         left = self.choose(
             left_forms, lambda f: len(dims(f.root) or ()) == len(lhs_dims) and f.swapped
         ) or Operand(view.resolve(lhs))
@@ -160,7 +160,7 @@ class _Finder:
         paths += vector_paths
         roles: dict[str, relax.Expr] = {"lhs": left.root}
         quant = find_dequantize(view, right.root, right.swapped)
-        if quant and (self.copy_shared or not self.shared([right.root])):
+        if isinstance(quant, Dequantize) and (self.copy_shared or not self.shared([right.root])):
             roles |= {"rhs_packed": quant.packed, "rhs_scale": quant.scale}
             paths[1] = [*right.variables, right.root]
         else:

@@ -36,8 +36,16 @@ def _check(case, region, mod):
         assert region.roles[role].same_as(mod["main"].params[parameter])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("case", ACCEPTED, ids=lambda c: c.name)
+# A cast to the dtype that the product has already is no step.
+FORMS = [
+    (c, d)
+    for c in ACCEPTED
+    for d in ("float32", "float16", "bfloat16")
+    if (c.name, d) != ("cast", "float16")
+]
+
+
+@pytest.mark.parametrize("case, dtype", FORMS, ids=lambda p: getattr(p, "name", p))
 def test_accepted(case, dtype):
     mod = case.module(dtype)
     matches, refusals = _find(mod)
@@ -73,8 +81,9 @@ def test_two_products(case, expected):
 
 
 def test_wide_silu_of_a_half_product_keeps_its_casts():
-    case = Case("silu_wide", [(("n", 24),), ((24, 16),)],
-                lambda g, x, w: _silu_wide(g, g(O.matmul(x, w))))
+    case = Case(
+        "silu_wide", [(("n", 24),), ((24, 16),)], lambda g, x, w: _silu_wide(g, g(O.matmul(x, w)))
+    )
     (match,), _ = _find(case.module("float16"))
     assert match.region.attrs["epilogue"] == [
         {"op": "cast", "dtype": "float32"},
@@ -84,16 +93,22 @@ def test_wide_silu_of_a_half_product_keeps_its_casts():
 
 
 def test_sums_in_a_wider_dtype_are_stated():
-    case = Case("wide", [(("n", 24),), ((24, 16),)],
-                lambda g, x, w: g(O.astype(g(O.matmul(x, w, out_dtype="float32")), "float16")))
+    case = Case(
+        "wide",
+        [(("n", 24),), ((24, 16),)],
+        lambda g, x, w: g(O.astype(g(O.matmul(x, w, out_dtype="float32")), "float16")),
+    )
     (match,), _ = _find(case.module("float16"))
     assert match.region.attrs["acc_dtype"] == "float32"
     assert match.region.attrs["out_dtype"] == "float16"
 
 
 def test_int8_with_int32_sums():
-    case = Case("int8", [(("n", 24), "int8"), ((24, 16), "int8")],
-                lambda g, x, w: g(O.matmul(x, w, out_dtype="int32")))
+    case = Case(
+        "int8",
+        [(("n", 24), "int8"), ((24, 16), "int8")],
+        lambda g, x, w: g(O.matmul(x, w, out_dtype="int32")),
+    )
     (match,), refusals = _find(case.module())
     assert refusals == [] and match.region.attrs["acc_dtype"] == "int32"
 
@@ -125,8 +140,9 @@ def test_a_dataflow_variable_of_another_block_is_not_reached():
                 w2 = R.add(w, w)
                 wt = R.permute_dims(w2)
                 R.output(wt)
+            y = R.add(x, x)
             with R.dataflow():
-                m = R.matmul(x, wt)
+                m = R.matmul(y, wt)
                 R.output(m)
             return m
 
@@ -136,15 +152,27 @@ def test_a_dataflow_variable_of_another_block_is_not_reached():
 
 
 def test_find_gemm_is_in_program_order():
-    matches = [r for r in find_gemm(FunctionView(SHARED.module(), "main")) if r]
     view = FunctionView(SHARED.module(), "main")
-    assert [b.var.name for b in view.bindings if view.call(b.var, "relax.matmul")] == [
-        r.outputs["out"].name for r in matches
+    matches = [r for r in find_gemm(view) if not isinstance(r, Refusal)]
+    assert [r.outputs["out"].name for r in matches] == [
+        b.var.name
+        for b in view.bindings
+        if getattr(b.value, "op", None) == tvm.ir.Op.get("relax.matmul")
     ]
 
 
-def quantised(n=16, k=96, bits=4, group=32, layout="NK", zero=7, dtype="float16", word="uint32",
-              spelling=0, transpose=True):
+def quantised(
+    n=16,
+    k=96,
+    bits=4,
+    group=32,
+    layout="NK",
+    zero=7,
+    dtype="float16",
+    word="uint32",
+    spelling=0,
+    transpose=True,
+):
     """Return a module with a group-quantised product, as exporters write it (several ways)."""
     per_word = int(word.lstrip("uint")) // bits
     full = (n, k) if layout == "NK" else (k, n)
@@ -164,11 +192,19 @@ def quantised(n=16, k=96, bits=4, group=32, layout="NK", zero=7, dtype="float16"
             return (value & tvm.tirx.const(mask, word)).astype(dtype)
 
         if spelling == 0:
-            return te.compute(full, lambda i, j: (field(i, j) - tvm.tirx.const(zero, dtype))
-                              * at(s, i, j, group), name="dequantize")
+            return te.compute(
+                full,
+                lambda i, j: (field(i, j) - tvm.tirx.const(zero, dtype)) * at(s, i, j, group),
+                name="dequantize",
+            )
         raw = te.compute(full, lambda i, j: field(i, j), name="raw")
-        return te.compute(full, lambda i, j: at(s, i, j, group) * raw[i, j]
-                          - at(s, i, j, group) * tvm.tirx.const(zero, dtype), name="scaled")
+        return te.compute(
+            full,
+            lambda i, j: (
+                at(s, i, j, group) * raw[i, j] - at(s, i, j, group) * tvm.tirx.const(zero, dtype)
+            ),
+            name="scaled",
+        )
 
     bb = relax.BlockBuilder()
     x = relax.Var("x", R.Tensor([tvm.tirx.Var("n", "int64"), k], dtype))
@@ -186,24 +222,32 @@ def quantised(n=16, k=96, bits=4, group=32, layout="NK", zero=7, dtype="float16"
 
 
 @pytest.mark.parametrize("spelling", [0, 1])
-@pytest.mark.parametrize("bits, group, word, layout, zero, k", [
-    (4, 32, "uint32", "NK", 7, 96),
-    (4, 32, "uint32", "KN", 8, 96),
-    (3, 40, "uint32", "NK", 3, 120),
-    (8, 128, "uint32", "NK", 127, 256),
-    (4, 64, "uint8", "KN", 7, 128),
-    (2, 16, "uint16", "NK", 1, 48),
-    (4, 32, "uint32", "NK", 7, 100),
-])
+@pytest.mark.parametrize(
+    "bits, group, word, layout, zero, k",
+    [
+        (4, 32, "uint32", "NK", 7, 96),
+        (4, 32, "uint32", "KN", 8, 96),
+        (3, 40, "uint32", "NK", 3, 120),
+        (8, 128, "uint32", "NK", 127, 256),
+        (4, 64, "uint8", "KN", 7, 128),
+        (2, 16, "uint16", "NK", 1, 48),
+        (4, 32, "uint32", "NK", 7, 100),
+    ],
+)
 def test_group_quantised(bits, group, word, layout, zero, k, spelling):
-    mod = quantised(16, k, bits, group, layout, zero, word=word, spelling=spelling,
-                    transpose=layout == "NK")
+    mod = quantised(
+        16, k, bits, group, layout, zero, word=word, spelling=spelling, transpose=layout == "NK"
+    )
     (match,), refusals = _find(mod)
     assert refusals == []
     region, params = match.region, mod["main"].params
     assert region.attrs["quant"] == {
-        "bits": bits, "group": group, "scale_dtype": "float16", "packed_dtype": word,
-        "max_int": zero, "layout": layout,
+        "bits": bits,
+        "group": group,
+        "scale_dtype": "float16",
+        "packed_dtype": word,
+        "max_int": zero,
+        "layout": layout,
     }
     assert region.attrs["rhs_layout"] == layout
     assert region.roles["rhs_packed"].same_as(params[1])
@@ -223,20 +267,29 @@ def test_a_function_that_only_looks_like_unpacking_is_refused():
     @I.ir_module
     class Mod:
         @T.prim_func(private=True, s_tir=True)
-        def unpack(w: T.Buffer((16, 4), "uint32"), s: T.Buffer((16, 1), "float16"),
-                   out: T.Buffer((16, 32), "float16")):
+        def unpack(
+            w: T.Buffer((16, 4), "uint32"),
+            s: T.Buffer((16, 1), "float16"),
+            out: T.Buffer((16, 32), "float16"),
+        ):
             for i, j in T.grid(16, 32):
                 with T.sblock("dequantize"):
                     vi, vj = T.axis.remap("SS", [i, j])
                     # the fields of a word in the other order
                     out[vi, vj] = (
-                        T.Cast("float16", (w[vi, vj // 8] >> T.Cast("uint32", 28 - vj % 8 * 4))
-                               & T.uint32(15)) - T.float16(7)
+                        T.Cast(
+                            "float16",
+                            (w[vi, vj // 8] >> T.Cast("uint32", 28 - vj % 8 * 4)) & T.uint32(15),
+                        )
+                        - T.float16(7)
                     ) * s[vi, vj // 32]
 
         @R.function
-        def main(x: R.Tensor((4, 32), "float16"), w: R.Tensor((16, 4), "uint32"),
-                 s: R.Tensor((16, 1), "float16")):
+        def main(
+            x: R.Tensor((4, 32), "float16"),
+            w: R.Tensor((16, 4), "uint32"),
+            s: R.Tensor((16, 1), "float16"),
+        ):
             cls = Mod
             with R.dataflow():
                 d = R.call_tir(cls.unpack, (w, s), R.Tensor((16, 32), "float16"))
