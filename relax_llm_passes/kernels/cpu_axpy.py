@@ -1,0 +1,114 @@
+"""Matrix-vector products by weights whose columns lie together: rows of the weight added up.
+
+(K, N) weights are walked in strips of columns: the sums of a strip stay in the first-level cache
+while the strip's part of every row of the weight streams by, several rows at a time so that a sum
+is loaded and stored once for all of them. Packed panels are narrower: their sums stay in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import tirx
+
+from .cpu_build import T, ceil_div, i64, let, load, local, splat, store
+from .cpu_gemv import emit_finish_tail
+from .cpu_spec import GemmSpec
+from .cpu_tiles import CpuTiles
+
+__all__ = ["emit_axpy", "emit_axpy_panels"]
+
+# Columns of a strip: 2 KiB of fp32 sums; long enough a run of each row for the prefetchers.
+_STRIP = 512
+# Rows of the weight added up at a time.
+_DEPTH = 4
+
+
+def _strip(n: int, tiles: CpuTiles) -> int:
+    """Return the strip's width: narrower when there would be too few strips for the cores."""
+    strip = _STRIP
+    while strip > 8 * tiles.lanes and n < strip * 2 * tiles.cores:
+        strip //= 2
+    return strip
+
+
+def emit_axpy(
+    spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any
+) -> None:
+    """Emit `out[n] = sum over k of lhs[k] * rhs[k, n]` for one row; `lhs` is fp32."""
+    n, k, lanes = spec.n, spec.k, tiles.lanes
+    strip = _strip(n, tiles)
+    rhs = buffers["rhs"]
+
+    def add(acc: Any, xs: list[Any], row: Any, column: Any, at: Any, width: int) -> None:
+        total = load(acc, at, width)
+        for d, x in enumerate(xs):
+            weight = load(rhs, (row + d) * n + column + at, width)
+            total = total + splat(x, width) * weight
+        store(acc, total, at, width)
+
+    def rows(acc: Any, row: Any, depth: int, column: Any, width: Any) -> None:
+        xs = [let(load(lhs, row + d)) for d in range(depth)]
+        whole = tirx.floordiv(width, i64(lanes))
+        with T.serial(i64(0), whole) as v:
+            add(acc, xs, row, column, let(v * lanes), lanes)
+        if n % lanes:
+            with T.serial(i64(0), width - whole * lanes) as v:
+                add(acc, xs, row, column, let(whole * lanes + v), 1)
+
+    with T.parallel(i64(0), i64(ceil_div(n, strip))) as part:
+        acc = local(strip)
+        column = let(part * strip)
+        width = let(tirx.min(i64(strip), i64(n) - column)) if n % strip else i64(strip)
+        with T.serial(i64(0), i64(strip // lanes)) as v:
+            store(acc, splat(0.0, lanes), v * lanes, lanes)
+        if k >= _DEPTH:
+            with T.serial(i64(0), i64(k // _DEPTH)) as ko:
+                rows(acc, let(ko * _DEPTH), _DEPTH, column, width)
+        if k % _DEPTH:
+            with T.serial(i64(0), i64(k % _DEPTH)) as ki:
+                rows(acc, let(ki + k // _DEPTH * _DEPTH), 1, column, width)
+        with T.serial(i64(0), ceil_div(width, lanes)) as v:
+            value = let(load(acc, v * lanes, lanes))
+            emit_finish_tail(spec, buffers, value, i64(0), let(column + v * lanes), lanes)
+
+
+def emit_axpy_panels(
+    spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any
+) -> None:
+    """Emit the same for a weight packed as (N / columns, K, columns)."""
+    n, k, lanes, columns = spec.n, spec.k, tiles.lanes, tiles.columns
+    streams = max(1, 8 // tiles.vectors)
+    rhs = buffers["rhs"]
+
+    def step(acc: Any, start: Any, row: Any, stream: int) -> None:
+        x = let(load(lhs, row))
+        for q in range(tiles.vectors):
+            slot = (stream * tiles.vectors + q) * lanes
+            weight = load(rhs, start + row * columns + q * lanes, lanes)
+            store(acc, load(acc, slot, lanes) + splat(x, lanes) * weight, slot, lanes)
+
+    with T.parallel(i64(0), i64(ceil_div(n, columns))) as panel:
+        acc = local(streams * columns)
+        for slot in range(streams * tiles.vectors):
+            store(acc, splat(0.0, lanes), slot * lanes, lanes)
+        start = let(panel * (k * columns))
+        if k >= streams:
+            with T.serial(i64(0), i64(k // streams)) as ko:
+                for s in range(streams):
+                    step(acc, start, let(ko * streams + s), s)
+        if k % streams:
+            with T.serial(i64(0), i64(k % streams)) as ki:
+                step(acc, start, let(ki + k // streams * streams), 0)
+        for q in range(tiles.vectors):
+            total = load(acc, q * lanes, lanes)
+            for s in range(1, streams):
+                total = total + load(acc, (s * tiles.vectors + q) * lanes, lanes)
+            column = let(panel * columns + q * lanes)
+            if n % columns:
+                with T.If(column < n):
+                    with T.Then():
+                        emit_finish_tail(spec, buffers, let(total), i64(0), column, lanes)
+            else:
+                emit_finish_tail(spec, buffers, let(total), i64(0), column, lanes)

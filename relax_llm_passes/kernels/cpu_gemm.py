@@ -1,0 +1,150 @@
+"""`out = epilogue(lhs @ rhs)` on the CPU: which way a product goes, for static or symbolic M.
+
+========== ===================================== ==========================================
+weight      few rows                              many rows
+========== ===================================== ==========================================
+(N, K)      dot products along the rows           panels packed in the kernel, outer products
+(K, N)      M = 1: rows added up (axpy)           panels packed in the kernel, outer products
+packed      M = 1: panels added up                outer products on the panels as they are
+quantised   dequantised in the dot product        panels dequantised in the kernel
+========== ===================================== ==========================================
+
+With a symbolic M one PrimFunc holds both ways and looks at M when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from ..errors import InputError
+from .cpu_axpy import emit_axpy, emit_axpy_panels
+from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
+from .cpu_gemv import emit_dot_rows
+from .cpu_panels import emit_panel_product
+from .cpu_spec import GemmSpec
+from .cpu_tiles import CpuTiles, cpu_tiles
+
+__all__ = ["gemm_kernel", "skinny_limit"]
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def skinny_limit(spec: GemmSpec) -> int:
+    """Return the largest M for which weights are used as they lie instead of packed.
+
+    Packing a panel costs about as much as the products of a few rows; measured on (N, K) weights
+    the two ways meet near 16 rows. For (K, N) weights packing is a copy and pays at once.
+    """
+    return 16 if spec.layout == "NK" else 1
+
+
+def _as_float32(buffer: Any, size: Any, tiles: CpuTiles) -> Any:
+    """Return `buffer` in fp32: itself, or a converted copy."""
+    if str(buffer.dtype) == "float32":
+        return buffer
+    copy, lanes = workspace(size), tiles.lanes
+    whole = tirx.floordiv(size, i64(lanes))
+    with T.serial(i64(0), whole) as i:
+        store(copy, load(buffer, i * lanes, lanes), i * lanes, lanes)
+    with T.serial(i64(0), size - whole * lanes) as i:
+        store(copy, load(buffer, whole * lanes + i), whole * lanes + i)
+    return copy
+
+
+def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None:
+    lhs = _as_float32(buffers["lhs"], i64(spec.k), tiles)
+    if spec.layout == "packed":
+        emit_axpy_panels(spec, tiles, buffers, lhs)
+    elif spec.layout == "KN":
+        emit_axpy(spec, tiles, buffers, lhs)
+    else:
+        emit_dot_rows(
+            spec, tiles, buffers, lhs, 1, rows=1, columns=1, streams=tiles.streams
+        )
+
+
+def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
+    lhs = _as_float32(buffers["lhs"], m * spec.k, tiles)
+    emit_dot_rows(
+        spec,
+        tiles,
+        buffers,
+        lhs,
+        m,
+        rows=tiles.dot_rows,
+        columns=tiles.dot_columns,
+        streams=1,
+    )
+
+
+def _check(spec: GemmSpec) -> None:
+    for what, dtype in (
+        ("lhs", spec.lhs_dtype),
+        ("rhs", spec.rhs_dtype),
+        ("out", spec.out_dtype),
+    ):
+        if dtype not in _FLOATS:
+            raise InputError(f"CPU product: {what} is {dtype}, expected one of {_FLOATS}")
+    if spec.layout not in ("NK", "KN", "packed"):
+        raise InputError(f"CPU product: weight layout {spec.layout!r}, expected NK, KN or packed")
+    if spec.n < 1 or spec.k < 1:
+        raise InputError(f"CPU product: N={spec.n}, K={spec.k}; both must be at least 1")
+
+
+def gemm_kernel(spec: GemmSpec, target: tvm.target.Target) -> tirx.PrimFunc:
+    """Return the kernel of a product for an llvm target.
+
+    Parameters
+    ----------
+    spec : GemmSpec
+        Shapes, layouts, dtypes and epilogue.
+    target : Target
+        Its vector unit decides the tiles.
+
+    Returns
+    -------
+    PrimFunc
+        Parameters: lhs (..., K), the weight's tensors, the epilogue's operands in order of first
+        use, out (..., N). Sums are fp32.
+
+    Raises
+    ------
+    InputError
+        For dtypes or layouts that it does not have, or N or K of 0.
+    """
+    _check(spec)
+    return _build(spec, cpu_tiles(target))
+
+
+@lru_cache(maxsize=1024)
+def _build(spec: GemmSpec, tiles: CpuTiles) -> tirx.PrimFunc:
+    limit = skinny_limit(spec)
+
+    def body(buffers: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+        m: Any = spec.m if spec.m is not None else spec.m_expr(sizes)
+        if m == 1:
+            _single(spec, tiles, buffers)
+            return
+        rows = i64(m)
+
+        def several() -> None:
+            if limit > 1:
+                choose(
+                    m <= limit,
+                    lambda: _skinny(spec, tiles, buffers, rows),
+                    lambda: emit_panel_product(spec, tiles, buffers, rows),
+                )
+            else:
+                emit_panel_product(spec, tiles, buffers, rows)
+
+        if spec.m is None:
+            choose(tirx.EQ(m, i64(1)), lambda: _single(spec, tiles, buffers), several)
+        else:
+            several()
+
+    return build_kernel(spec.key(), *spec.tensors(tiles.columns), body)

@@ -1,0 +1,137 @@
+"""Products with few rows by weights that lie as (N, K): dot products along the rows.
+
+A weight's rows are read once, in order, one contiguous stream a thread, which is all that a
+matrix-vector product costs. With several rows of the left operand each weight vector that was
+loaded is used for all rows of a tile; nothing is packed or transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import tirx
+
+from .cpu_build import T, add_lanes, ceil_div, choose, i64, let, load, local, splat, store
+from .cpu_spec import GemmSpec
+from .cpu_tiles import CpuTiles
+from .cpu_weights import row_reader
+
+__all__ = ["emit_dot_rows", "emit_finish_tail"]
+
+
+def emit_finish_tail(
+    spec: GemmSpec,
+    buffers: Mapping[str, Any],
+    value: Any,
+    row_start: Any,
+    column: Any,
+    lanes: int,
+) -> None:
+    """Finish a vector of columns, of which the last ones may lie beyond N."""
+    if spec.n % lanes == 0:
+        spec.epilogue.finish(buffers, value, row_start, column, lanes)
+        return
+
+    def whole() -> None:
+        spec.epilogue.finish(buffers, value, row_start, column, lanes)
+
+    def part() -> None:
+        spare = local(lanes)
+        store(spare, value, 0, lanes)
+        with T.serial(i64(0), i64(spec.n) - column) as j:
+            spec.epilogue.finish(buffers, let(load(spare, j)), row_start, let(column + j), 1)
+
+    if spec.n < lanes:
+        part()
+    else:
+        choose(column + lanes <= spec.n, whole, part)
+
+
+def emit_dot_rows(
+    spec: GemmSpec,
+    tiles: CpuTiles,
+    buffers: Mapping[str, Any],
+    lhs: Any,
+    m: Any,
+    *,
+    rows: int,
+    columns: int,
+    streams: int,
+) -> None:
+    """Emit the whole product as dot products.
+
+    Parameters
+    ----------
+    lhs : Buffer
+        The left operand in fp32, rows of length K.
+    m : Expr or int
+        Rows of the left operand.
+    rows, columns, streams : int
+        Tile: rows of the left operand, rows of the weight, accumulators of one dot product.
+    """
+    lanes, n, k = tiles.lanes, spec.n, spec.k
+    step = lanes * streams
+    read = row_reader(spec, buffers)
+    single = isinstance(m, int) and m == 1
+
+    def products(acc: Any, left: list[Any], right: list[Any], at: Any, stream: int) -> None:
+        xs = [let(load(lhs, start + at, lanes)) for start in left]
+        for c, row in enumerate(right):
+            w = let(read(row, at, lanes))
+            for r, x in enumerate(xs):
+                slot = ((r * columns + c) * streams + stream) * lanes
+                store(acc, load(acc, slot, lanes) + w * x, slot, lanes)
+
+    def tile(block: Any, group: Any, sums: Any) -> None:
+        left = []
+        for r in range(rows):
+            row = i64(0) if single else tirx.min(block * rows + r, m - 1)
+            left.append(let(row * k))
+        with T.serial(i64(0), i64(lanes // columns)) as part:
+            right = []
+            for c in range(columns):
+                column = group * lanes + part * columns + c
+                if n % lanes:
+                    column = tirx.min(column, i64(n - 1))
+                right.append(let(column))
+            acc = local(rows * columns * streams * lanes)
+            for slot in range(rows * columns * streams):
+                store(acc, splat(0.0, lanes), slot * lanes, lanes)
+            if k >= step:
+                with T.serial(i64(0), i64(k // step)) as ko:
+                    for s in range(streams):
+                        products(acc, left, right, let(ko * step + s * lanes), s)
+            if k % step >= lanes:
+                with T.serial(i64(0), i64(k % step // lanes)) as ko:
+                    products(acc, left, right, let(ko * lanes + k // step * step), 0)
+            for r in range(rows):
+                for c in range(columns):
+                    slot = (r * columns + c) * streams * lanes
+                    total = load(acc, slot, lanes)
+                    for s in range(1, streams):
+                        total = total + load(acc, slot + s * lanes, lanes)
+                    store(sums, total, let((part * columns + c + r * lanes) * lanes), lanes)
+            if k % lanes:
+                with T.serial(i64(0), i64(k % lanes)) as ki:
+                    at = let(ki + k // lanes * lanes)
+                    for r in range(rows):
+                        for c in range(columns):
+                            slot = let((part * columns + c + r * lanes) * lanes)
+                            product = load(lhs, left[r] + at) * read(right[c], at, 1)
+                            store(sums, load(sums, slot) + product, slot)
+
+    def finish(row: Any, group: Any, sums: Any, r: Any) -> None:
+        total = add_lanes([load(sums, (r * lanes + j) * lanes, lanes) for j in range(lanes)], lanes)
+        emit_finish_tail(spec, buffers, total, let(row * n), let(group * lanes), lanes)
+
+    with T.parallel(i64(0), i64(ceil_div(n, lanes))) as group:
+        sums = local(rows * lanes * lanes)
+        if single:
+            tile(i64(0), group, sums)
+            finish(i64(0), group, sums, i64(0))
+        else:
+            with T.serial(i64(0), ceil_div(m, rows)) as block:
+                tile(block, group, sums)
+                with T.serial(i64(0), tirx.min(i64(rows), m - block * rows)) as r:
+                    finish(block * rows + r, group, sums, r)

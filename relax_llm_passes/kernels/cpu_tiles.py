@@ -1,0 +1,70 @@
+"""Register tiles of the CPU matrix kernels, chosen from the target's vector unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+
+from ..targets import num_threads, vector_lanes, vector_registers
+
+__all__ = ["CpuTiles", "cpu_tiles"]
+
+
+@dataclass(frozen=True)
+class CpuTiles:
+    """Sizes of the tiles.
+
+    Attributes
+    ----------
+    lanes : int
+        fp32 values in a vector.
+    rows, vectors : int
+        Outer-product tile of the matrix product: `rows` rows of the left operand times `vectors`
+        vectors of columns, all accumulators in registers.
+    dot_rows, dot_columns : int
+        Inner-product tile of a skinny product: rows of the left operand times rows of an (N, K)
+        weight.
+    streams : int
+        Accumulators of one dot product of a matrix-vector product; hides the latency of an add.
+    cores : int
+        Threads to cut work for.
+    """
+
+    lanes: int
+    rows: int
+    vectors: int
+    dot_rows: int
+    dot_columns: int
+    streams: int
+    cores: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the outer-product tile; a packed panel's width."""
+        return self.lanes * self.vectors
+
+
+def cpu_tiles(target: tvm.target.Target) -> CpuTiles:
+    """Return the tiles for an llvm target.
+
+    16 registers hold 6 x 2 accumulators, two vectors of weights and a broadcast; 32 hold 12 x 2
+    of a wide unit, or 6 x 4 of a narrow one (whose loads would else outnumber its adds).
+    """
+    lanes = max(4, vector_lanes(target, "float32"))
+    many = vector_registers(target) >= 32
+    if many and lanes >= 16:
+        rows, vectors, dot_rows = 12, 2, 6
+    elif many:
+        rows, vectors, dot_rows = 6, 4, 6
+    else:
+        rows, vectors, dot_rows = 6, 2, 3
+    return CpuTiles(
+        lanes=lanes,
+        rows=rows,
+        vectors=vectors,
+        dot_rows=dot_rows,
+        dot_columns=4,
+        streams=4,
+        cores=num_threads(target),
+    )
