@@ -1,0 +1,287 @@
+"""The matrix-valued wkv recurrence on CUDA: the state lives in registers from first to last token.
+
+A warp owns 32/P values (columns of the state) and splits each column's keys over P lanes, which
+meet through shuffles. r, k, w (a, b) of a few tokens at a time are staged in shared memory for
+all warps of the block. The state is read once before the first token and written once after the
+last. A single token (decoding) is bound by the state's traffic, so heads are cut into more blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .norm_cuda import FILL_BLOCKS
+from .norm_math import CUDA
+from .wkv4 import Wkv4Spec, wkv4_step
+from .wkv_spec import WkvSpec
+
+__all__ = ["WkvPlan", "emit_wkv4_cuda", "emit_wkv_cuda", "plan_wkv"]
+
+STATE_REGISTERS = 16  # state values a thread aims to hold
+STAGED_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class WkvPlan:
+    """Lanes per column, warps per block, and tokens staged at once."""
+
+    key_lanes: int
+    warps: int
+    stage: int
+
+    @property
+    def columns(self) -> int:
+        """Values (columns) a block owns."""
+        return self.warps * (32 // self.key_lanes)
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return 32 * self.warps
+
+
+def plan_wkv(spec: WkvSpec) -> WkvPlan:
+    """Choose the plan from the head size, the token count and the number of heads."""
+    lanes = 1
+    while lanes < 32 and -(-spec.size // lanes) > STATE_REGISTERS:
+        lanes *= 2
+    columns = 32 // lanes
+    warps = min(8, -(-spec.size // columns))
+    single = isinstance(spec.tokens, int) and spec.tokens == 1
+    heads = spec.batch * spec.heads
+    if single and isinstance(heads, int):
+        # Each block stages the token's vectors again, so stop a little short of a full machine.
+        while warps > 1 and heads * -(-spec.size // (columns * warps)) < FILL_BLOCKS // 2:
+            warps //= 2
+    return WkvPlan(lanes, warps, 1 if single else STAGED_TOKENS)
+
+
+def _flat(tensors: Any, buffers: Any) -> list[Any]:
+    out = []
+    for t, b in zip(tensors, buffers, strict=True):
+        size: Any = 1
+        for d in t.shape:
+            size = size * d
+        out.append(T.decl_buffer((size,), t.dtype, data=b.data))
+    return out
+
+
+def _local(value: Any) -> Any:
+    buf = T.alloc_buffer((1,), "float32", scope="local")
+    T.buffer_store(buf, value, [0])
+    return buf
+
+
+def emit_wkv_cuda(spec: WkvSpec, plan: WkvPlan | None = None) -> tirx.PrimFunc:
+    """Return the scheduled PrimFunc of the recurrence."""
+    plan = plan_wkv(spec) if plan is None else plan
+    n, lanes = spec.size, plan.key_lanes
+    held = -(-n // lanes)
+    groups = -(-n // plan.columns)
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_name("wkv7" if spec.delta else "wkv6" if spec.decay_per_token else "wkv5")
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            handles = [T.arg(f"p_{t.name}", T.handle()) for t in spec.tensors]
+            buffers = [
+                T.match_buffer(h, t.shape, t.dtype)
+                for h, t in zip(handles, spec.tensors, strict=True)
+            ]
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                flat = _flat(spec.tensors, buffers)
+                with (
+                    T.launch_thread("blockIdx.x", spec.batch * spec.heads * groups) as bx,
+                    T.launch_thread("threadIdx.x", plan.threads) as tx,
+                ):
+                    _body(spec, plan, flat, bx, tx, held, groups)
+    return builder.get()
+
+
+def _body(
+    spec: WkvSpec, plan: WkvPlan, flat: list[Any], bx: Any, tx: Any, held: int, groups: int
+) -> None:
+    n, lanes = spec.size, plan.key_lanes
+    head = tirx.floordiv(bx, groups)
+    b, h = tirx.floordiv(head, spec.heads), tirx.floormod(head, spec.heads)
+    column = tirx.floormod(bx, groups) * plan.columns
+    if spec.value_major:
+        # Neighbouring lanes take neighbouring keys, which are neighbours in memory.
+        part, mine = tirx.floormod(tx, lanes), tirx.floordiv(tx, lanes)
+        value, first_step = column + mine, 1
+    else:
+        per_warp = 32 // lanes
+        in_warp, warp = tirx.floormod(tx, 32), tirx.floordiv(tx, 32)
+        part = tirx.floordiv(in_warp, per_warp)
+        value = column + warp * per_warp + tirx.floormod(in_warp, per_warp)
+        first_step = per_warp
+    inside = None if n % plan.columns == 0 else value < n
+    value = value if inside is None else tirx.min(value, n - 1)
+    padded = held * lanes
+    exact = padded == n
+
+    def key(m: int) -> Any:
+        return m * lanes + part
+
+    def role(name: str, index: Any) -> Any:
+        t = spec.tensors[spec.position(name)]
+        x = flat[spec.position(name)][index]
+        return x if t.dtype == "float32" else tirx.Cast("float32", x)
+
+    def masked(m: int, value_: Any) -> Any:
+        if exact or (m + 1) * lanes <= n:
+            return value_
+        return tirx.if_then_else(key(m) < n, value_, tirx.const(0, "float32"))
+
+    state = T.alloc_buffer((held,), "float32", scope="local")
+    for m in range(held):
+        T.buffer_store(state, masked(m, role("state", spec.state_index(b, h, key(m), value))), [m])
+    shared = {
+        name: T.alloc_buffer((plan.stage * padded,), "float32", scope="shared")
+        for name in spec.staged()
+    }
+    shared |= {name: T.alloc_buffer((padded,), "float32", scope="shared") for name in spec.fixed()}
+
+    def stage(name: str, tokens: int, first: Any, count: Any) -> None:
+        total = tokens * padded
+        for c in range(-(-total // plan.threads)):
+            at = c * plan.threads + tx
+            t, j = tirx.floordiv(at, padded), tirx.floormod(at, padded)
+            conds = []
+            if total % plan.threads:
+                conds.append(at < total)
+            loads = []
+            if tokens > 1:
+                loads.append(t < count)
+            if not exact:
+                loads.append(j < n)
+            x = role(name, spec.offset(name, b, first + t, h) + j)
+            if loads:
+                x = tirx.if_then_else(
+                    loads[0] if len(loads) == 1 else tirx.all(*loads),
+                    x,
+                    tirx.const(0, "float32"),
+                )
+            if conds:
+                with T.If(conds[0]), T.Then():
+                    T.buffer_store(shared[name], x, [at])
+            else:
+                T.buffer_store(shared[name], x, [at])
+
+    for name in spec.fixed():
+        stage(name, 1, 0, 1)
+
+    def step(t: Any, slot: Any) -> None:
+        def at(name: str, m: int) -> Any:
+            base = 0 if name in spec.fixed() else slot * padded
+            return shared[name][base + key(m)]
+
+        v = _local(role("v", spec.token_offset(b, t, h) + value))
+        acc = _local(tirx.const(0, "float32"))
+        if spec.delta:
+            for m in range(held):
+                T.buffer_store(acc, acc[0] + state[m] * at("a", m), [0])
+            _meet(acc, lanes, first_step)
+            sa = _local(acc[0])
+            T.buffer_store(acc, tirx.const(0, "float32"), [0])
+            for m in range(held):
+                T.buffer_store(
+                    state,
+                    state[m] * at("w", m) + sa[0] * at("b", m) + at("k", m) * v[0],
+                    [m],
+                )
+                T.buffer_store(acc, acc[0] + state[m] * at("r", m), [0])
+        else:
+            for m in range(held):
+                kv = _local(at("k", m) * v[0])
+                T.buffer_store(acc, acc[0] + at("r", m) * (state[m] + at("u", m) * kv[0]), [0])
+                T.buffer_store(state, state[m] * at("w", m) + kv[0], [m])
+        _meet(acc, lanes, first_step)
+        out = spec.tensors[spec.position("out")]
+        conds = ([part == 0] if lanes > 1 else []) + ([] if inside is None else [inside])
+        store_at = [spec.token_offset(b, t, h) + value]
+        y = acc[0] if out.dtype == "float32" else tirx.Cast(out.dtype, acc[0])
+        if conds:
+            with T.If(conds[0] if len(conds) == 1 else tirx.all(*conds)), T.Then():
+                T.buffer_store(flat[spec.position("out")], y, store_at)
+        else:
+            T.buffer_store(flat[spec.position("out")], y, store_at)
+
+    if plan.stage == 1 and isinstance(spec.tokens, int) and spec.tokens == 1:
+        for name in spec.staged():
+            stage(name, 1, 0, 1)
+        step(0, 0)
+    else:
+        rounds = tirx.floordiv(spec.tokens + (plan.stage - 1), plan.stage)
+        with T.serial(rounds) as i:
+            left = tirx.min(spec.tokens - i * plan.stage, plan.stage)
+            for name in spec.staged():
+                stage(name, plan.stage, i * plan.stage, left)
+            with T.serial(left) as t:
+                step(i * plan.stage + t, t)
+    target = spec.tensors[spec.position("new_state")]
+    for m in range(held):
+        x = state[m] if target.dtype == "float32" else tirx.Cast(target.dtype, state[m])
+        conds = [] if inside is None else [inside]
+        if not (exact or (m + 1) * lanes <= n):
+            conds.append(key(m) < n)
+        index = [spec.state_index(b, h, key(m), value)]
+        if conds:
+            with T.If(conds[0] if len(conds) == 1 else tirx.all(*conds)), T.Then():
+                T.buffer_store(flat[spec.position("new_state")], x, index)
+        else:
+            T.buffer_store(flat[spec.position("new_state")], x, index)
+
+
+def _meet(acc: Any, lanes: int, first_step: int) -> None:
+    """Sum over the lanes that share a column (`first_step` apart)."""
+    mask = tirx.const(0xFFFFFFFF, "uint32")
+    for k in range(lanes.bit_length() - 1):
+        other = T.tvm_warp_shuffle_xor(mask, acc[0], first_step << k, 32, 32)
+        T.buffer_store(acc, acc[0] + other, [0])
+
+
+def emit_wkv4_cuda(spec: Wkv4Spec) -> tirx.PrimFunc:
+    """Return RWKV-4's recurrence: a thread owns a channel, its three state values in registers."""
+    threads = 32 if isinstance(spec.channels, int) and spec.channels <= 4096 else 128
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_name("wkv4")
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            handles = [T.arg(f"p_{t.name}", T.handle()) for t in spec.tensors]
+            buffers = [
+                T.match_buffer(h, t.shape, t.dtype)
+                for h, t in zip(handles, spec.tensors, strict=True)
+            ]
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                flat = _flat(spec.tensors, buffers)
+                total = spec.batch * spec.channels
+                blocks = tirx.floordiv(total + (threads - 1), threads)
+                if isinstance(total, int):
+                    blocks = -(-total // threads)
+                with (
+                    T.launch_thread("blockIdx.x", blocks) as bx,
+                    T.launch_thread("threadIdx.x", threads) as tx,
+                ):
+                    at = bx * threads + tx
+                    exact = isinstance(total, int) and total % threads == 0
+
+                    def run() -> None:
+                        b = tirx.floordiv(at, spec.channels)
+                        c = tirx.floormod(at, spec.channels)
+                        wkv4_step(spec, flat, b, c, 1, CUDA)
+
+                    if exact:
+                        run()
+                    else:
+                        with T.If(at < total), T.Then():
+                            run()
+    return builder.get()
