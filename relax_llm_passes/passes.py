@@ -11,6 +11,7 @@ MODULES = (
     "relax_llm_passes.keep_effects",
     "relax_llm_passes.finish",
     "relax_llm_passes.schedule",
+    "relax_llm_passes.kernels.cpu_implementation",
 )
 
 for _name in MODULES:

@@ -33,9 +33,7 @@ def _strip(n: int, tiles: CpuTiles) -> int:
     return strip
 
 
-def emit_axpy(
-    spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any
-) -> None:
+def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
     """Emit `out[n] = sum over k of lhs[k] * rhs[k, n]` for one row; `lhs` is fp32."""
     n, k, lanes = spec.n, spec.k, tiles.lanes
     strip = _strip(n, tiles)
@@ -74,9 +72,7 @@ def emit_axpy(
             emit_finish_tail(spec, buffers, value, i64(0), let(column + v * lanes), lanes)
 
 
-def emit_axpy_panels(
-    spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any
-) -> None:
+def emit_axpy_panels(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
     """Emit the same for a weight packed as (N / columns, K, columns)."""
     n, k, lanes, columns = spec.n, spec.k, tiles.lanes, tiles.columns
     streams = max(1, 8 // tiles.vectors)

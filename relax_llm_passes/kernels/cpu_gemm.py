@@ -63,9 +63,7 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
     elif spec.layout == "KN":
         emit_axpy(spec, tiles, buffers, lhs)
     else:
-        emit_dot_rows(
-            spec, tiles, buffers, lhs, 1, rows=1, columns=1, streams=tiles.streams
-        )
+        emit_dot_rows(spec, tiles, buffers, lhs, 1, rows=1, columns=1, streams=tiles.streams)
 
 
 def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:

@@ -78,9 +78,7 @@ def exp(x: Any, lanes: int) -> Any:
     r = let(clamped - n * splat(_LN2_HIGH, lanes) - n * splat(_LN2_LOW, lanes))
     value = _polynomial(r, _EXP, lanes) * (r * r) + r + splat(1.0, lanes)
     exponent = tirx.Cast(_type("int32", lanes), n) + splat(127, lanes, "int32")
-    two_n = tirx.reinterpret(
-        _type("float32", lanes), exponent << splat(23, lanes, "int32")
-    )
+    two_n = tirx.reinterpret(_type("float32", lanes), exponent << splat(23, lanes, "int32"))
     result = let(value * two_n)
     result = tirx.Select(x < splat(-87.33, lanes), splat(0.0, lanes), result)
     result = tirx.Select(x > splat(88.37, lanes), splat(float("inf"), lanes), result)

@@ -32,7 +32,8 @@ def _k_block(k: int, columns: int) -> int:
     if k <= limit:
         return k
     blocks = -(-k // limit)
-    return -(-(-(-k // blocks)) // 16) * 16
+    length = -(-k // blocks)
+    return -(-length // 16) * 16
 
 
 def _pack_rows(spec: GemmSpec, tiles: CpuTiles, lhs: Any, m: Any) -> Any:
@@ -49,9 +50,7 @@ def _pack_rows(spec: GemmSpec, tiles: CpuTiles, lhs: Any, m: Any) -> Any:
     return packed
 
 
-def emit_panel_product(
-    spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any
-) -> None:
+def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
     """Emit the whole product; `m` is the number of rows, an expression."""
     rows, columns, lanes, k = tiles.rows, tiles.columns, tiles.lanes, spec.k
     total_panels = -(-spec.n // columns)

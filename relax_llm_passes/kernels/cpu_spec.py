@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .cpu_build import TensorSpec, i64
@@ -66,7 +66,7 @@ class GemmSpec:
     lhs_dtype: str = "float32"
     rhs_dtype: str = "float32"
     out_dtype: str = "float32"
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = field(default_factory=Epilogue)
     quant: QuantSpec | None = None
 
     @property
@@ -112,7 +112,5 @@ class GemmSpec:
         steps = "".join("_" + op.op for op in self.epilogue.ops if op.op != "cast")
         form = self.layout if self.quant is None else f"q{self.quant.bits}g{self.quant.group}"
         types = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-        dtypes = "_".join(
-            types.get(d, d) for d in (self.lhs_dtype, self.rhs_dtype, self.out_dtype)
-        )
+        dtypes = "_".join(types.get(d, d) for d in (self.lhs_dtype, self.rhs_dtype, self.out_dtype))
         return f"gemm_{form}_{lead}_{self.n}_{self.k}_{dtypes}{steps}"

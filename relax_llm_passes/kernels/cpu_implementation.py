@@ -1,0 +1,178 @@
+"""Products on llvm targets: from a "gemm" composite to a call of a CPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ..errors import InputError
+from ..lower import Accept, Composite, register_implementation
+from ..patterns.shapes import same_dim, same_dims
+from ..report import Refusal
+from .cpu_epilogue import Epilogue
+from .cpu_gemm import gemm_kernel
+from .cpu_spec import GemmSpec, QuantSpec
+
+__all__ = ["CpuGemm", "spec_of"]
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def _shape(ty: Any, what: str) -> list[Any]:
+    shape = getattr(ty, "shape", None)
+    if not isinstance(shape, relax.ShapeExpr):
+        raise InputError(f"{what}: its shape is not known")
+    return list(shape.values)
+
+
+def _static(values: Sequence[Any], what: str) -> list[int]:
+    if not all(isinstance(v, tvm.tirx.IntImm) for v in values):
+        raise InputError(f"{what}: shape {tuple(values)} is symbolic, expected a static weight")
+    return [int(v.value) for v in values]
+
+
+class _Names:
+    """Names for symbolic sizes: equal expressions get one name."""
+
+    def __init__(self) -> None:
+        self.known: list[Any] = []
+
+    def __call__(self, dim: Any) -> int | str:
+        if isinstance(dim, tvm.tirx.IntImm):
+            return int(dim.value)
+        for i, seen in enumerate(self.known):
+            if same_dim(seen, dim):
+                return f"d{i}"
+        self.known.append(dim)
+        return f"d{len(self.known) - 1}"
+
+
+def _quant(attrs: dict[str, Any]) -> QuantSpec:
+    bits, group = int(attrs["bits"]), int(attrs["group"])
+    packed = str(attrs.get("packed_dtype", "uint32"))
+    layout = str(attrs.get("layout", "NK"))
+    if bits not in (4, 8) or packed != "uint32":
+        raise InputError(f"{bits}-bit weights in {packed}; CPU kernels have 4 and 8 in uint32")
+    if layout != "NK":
+        raise InputError("weights quantised along N; CPU kernels have groups along K only")
+    if group % (32 // bits):
+        raise InputError(f"groups of {group}: a word would span two")
+    scale = str(attrs.get("scale_dtype", "float16"))
+    if scale not in _FLOATS:
+        raise InputError(f"scales in {scale}, expected one of {_FLOATS}")
+    return QuantSpec(bits, group, int(attrs["max_int"]), scale)
+
+
+def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
+    """Return the kernel's spec and the roles of its arguments, in order.
+
+    Raises
+    ------
+    InputError
+        When CPU kernels cannot compute the composite; says why.
+    """
+    attrs = composite.attrs
+    if attrs.get("lhs_layout", "MK") != "MK":
+        raise InputError("the left operand is transposed")
+    lhs = composite.ty("lhs")
+    lhs_shape = _shape(lhs, "lhs")
+    quant = _quant(attrs["quant"]) if attrs.get("quant") else None
+    layout = str(attrs["rhs_layout"])
+    names = _Names()
+    k_size = names(lhs_shape[-1])
+    if not isinstance(k_size, int):
+        raise InputError("the length of the sums (K) is symbolic")
+    if quant is not None:
+        roles = ["lhs", "rhs_packed", "rhs_scale"]
+        if layout != "NK":
+            raise InputError("a quantised weight that is used as (K, N)")
+        packed = _static(_shape(composite.ty("rhs_packed"), "rhs_packed"), "rhs_packed")
+        scale = _static(_shape(composite.ty("rhs_scale"), "rhs_scale"), "rhs_scale")
+        n, rhs_dtype = packed[0], "uint32"
+        words, groups = -(-k_size // quant.per_word), -(-k_size // quant.group)
+        if packed != [n, words] or scale != [n, groups]:
+            raise InputError(
+                f"packed {tuple(packed)} and scales {tuple(scale)}, expected "
+                f"({n}, {words}) and ({n}, {groups})"
+            )
+    else:
+        roles = ["lhs", "rhs"]
+        rhs = composite.ty("rhs")
+        rhs_shape = _shape(rhs, "rhs")
+        if len(rhs_shape) != 2:
+            raise InputError("the right operand has batch axes, it is no weight")
+        first, second = _static(rhs_shape, "rhs")
+        n, k = (first, second) if layout == "NK" else (second, first)
+        if k != k_size:
+            raise InputError(f"lhs has K={k_size}, rhs has K={k}")
+        rhs_dtype = str(rhs.dtype)
+    out = composite.result_ty
+    out_shape = _shape(out, "out")
+    if not same_dims(out_shape[:-1], lhs_shape[:-1]):
+        raise InputError("the result's leading axes are not those of the left operand")
+    steps = attrs.get("epilogue") or []
+    dtypes = {}
+    for step in steps:
+        role = step.get("operand")
+        if not role:
+            continue
+        dtypes[role] = str(composite.ty(role).dtype)
+        shape = _shape(composite.ty(role), role)
+        if step["op"] == "bias":
+            if _static(shape, role)[-1] != n or any(d != 1 for d in _static(shape, role)[:-1]):
+                raise InputError(f"bias {tuple(shape)}, expected ({n},)")
+        elif not same_dims(shape, out_shape):
+            raise InputError(f"{step['op']} operand {tuple(shape)}, expected {tuple(out_shape)}")
+    epilogue = Epilogue.parse(steps, dtypes)
+    lead = tuple(names(d) for d in lhs_shape[:-1])
+    spec = GemmSpec(
+        lead, n, k_size, layout, str(lhs.dtype), rhs_dtype, str(out.dtype), epilogue, quant
+    )
+    for role in dtypes:
+        if role not in roles:
+            roles.append(role)
+    for what, dtype in (("lhs", lhs.dtype), ("out", out.dtype), ("sum", attrs["acc_dtype"])):
+        if str(dtype) not in _FLOATS:
+            raise InputError(f"{what} in {dtype}; CPU kernels have {', '.join(_FLOATS)}")
+    if quant is None and rhs_dtype not in _FLOATS:
+        raise InputError(f"rhs in {rhs_dtype}; CPU kernels have {', '.join(_FLOATS)}")
+    if n < 1 or k_size < 1:
+        raise InputError(f"N={n}, K={k_size}: nothing to multiply")
+    return spec, roles
+
+
+@register_implementation("gemm", priority=10)
+class CpuGemm:
+    """Products by weights: matrix-vector, skinny and matrix products in one kernel."""
+
+    name = "cpu.gemm"
+    kind = "gemm"
+    targets = ("llvm",)
+
+    def accepts(self, composite: Composite, target: tvm.target.Target) -> Accept | Refusal:
+        """Take products of float tensors by static weights without batch axes."""
+        try:
+            spec, _ = spec_of(composite)
+        except InputError as error:
+            return Refusal(str(error), composite.kind)
+        return Accept(spec.key())
+
+    def emit(
+        self,
+        composite: Composite,
+        args: Sequence[relax.Expr],
+        bb: relax.BlockBuilder,
+        target: tvm.target.Target,
+    ) -> relax.Expr:
+        """Emit one call_tir of the kernel."""
+        spec, roles = spec_of(composite)
+        kernel = gemm_kernel(spec, target).without_attr("global_symbol")
+        gvar = bb.add_func(kernel, spec.key())
+        operands = [args[composite.roles[role]] for role in roles]
+        # In the sizes of the call, not in those of the composite's own variables.
+        leading = list(args[composite.roles["lhs"]].ty.shape.values)[:-1]
+        out = relax.TensorType([*leading, spec.n], spec.out_dtype)
+        return relax.call_tir(gvar, operands, out)
