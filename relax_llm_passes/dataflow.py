@@ -16,7 +16,7 @@ operator itself, a parameter, or a constant.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 Dim: TypeAlias = "int | Expr"
+NoopTest: TypeAlias = "Callable[[FunctionView, Call], str | None]"
 
 _VAR_TYPES = (Var, DataflowVar)
 _IMMEDIATES = (tvm.tirx.IntImm, tvm.tirx.FloatImm, tvm.ir.StringImm)
@@ -155,7 +156,7 @@ def _collect_type(ty: Any, found: dict[Var, None]) -> None:
 
 def type_vars(ty: Any) -> list[Var]:
     """Return the variables that a type mentions: symbolic sizes, and shapes held in variables."""
-    if isinstance(ty, TensorType):
+    if type(ty) is TensorType:
         shape = ty.shape
         if shape is None:
             return []
@@ -223,6 +224,9 @@ class FunctionView:
         The module the function belongs to.
     function : GlobalVar or str
         The Relax function to view.
+    is_noop : callable, optional
+        Given the view and a call, returns why the call returns its first argument unchanged
+        ("reshape"), or None. Such calls count as aliases too.
 
     Attributes
     ----------
@@ -247,8 +251,11 @@ class FunctionView:
         When the module has no such Relax function.
     """
 
-    def __init__(self, mod: tvm.IRModule, function: GlobalVar | str) -> None:
+    def __init__(
+        self, mod: tvm.IRModule, function: GlobalVar | str, is_noop: NoopTest | None = None
+    ) -> None:
         gvar, func = function_named(mod, function)
+        self._is_noop = is_noop
         self._setup(mod, gvar, func, func.body, func.params, None, None)
 
     def _setup(
@@ -276,10 +283,12 @@ class FunctionView:
         self._index: dict[Var, int] = {}
         self._value: dict[Var, Expr] = {}
         self._alias: dict[Var, Expr] = {}
+        self._why: dict[Var, str] = {}
         self._tuples: dict[Var, Tuple] = {}
         self._reads: list[list[Var]] = []
         self._users: dict[Var, list[Binding]] | None = None
         self._outputs: set[Var] | None = None
+        self._whole: set[Var] = set()
         for block in seq.blocks[:]:
             self._dataflow.append(isinstance(block, DataflowBlock))
             for binding in block.bindings[:]:
@@ -298,7 +307,7 @@ class FunctionView:
             _collect(value, reads)
             _collect_type(binding.ty, reads)
             if tvm_ffi.structural_equal(binding.ty, value.ty):
-                self._alias[var] = self.resolve(value)
+                self._set_alias(var, self.resolve(value), "match_cast")
             self._reads.append(list(reads))
             return
         if kind is If or kind is Function:
@@ -307,19 +316,27 @@ class FunctionView:
             _collect(value, reads)
         self._reads.append(list(reads))
         if kind in _VAR_TYPES:
-            self._alias[var] = self.resolve(value)
+            self._set_alias(var, self.resolve(value), "variable")
         elif kind is GenericConst or kind in _IMMEDIATES or kind is GlobalVar:
-            self._alias[var] = value
+            self._set_alias(var, value, "constant")
         elif kind is TupleGetItem:
             field = self._field(value)
             if field is not None:
-                self._alias[var] = field
+                self._set_alias(var, field, "tuple")
         elif kind is Tuple:
             whole = self._rebuilt(value)
             if whole is not None:
-                self._alias[var] = whole
+                self._set_alias(var, whole, "tuple")
             else:
                 self._tuples[var] = value
+        elif kind is Call and self._is_noop is not None:
+            why = self._is_noop(self, value)
+            if why is not None:
+                self._set_alias(var, self.resolve(value.args[0]), why)
+
+    def _set_alias(self, var: Var, target: Expr, why: str) -> None:
+        self._alias[var] = target
+        self._why[var] = why
 
     def _add_children(self, binding: Binding, value: Expr, reads: dict[Var, None]) -> None:
         parts: list[tuple[Function, SeqExpr, Any]]
@@ -333,10 +350,10 @@ class FunctionView:
             parts = [(value, value.body, value.params)]
         for function, seq, params in parts:
             child = FunctionView.__new__(FunctionView)
+            child._is_noop = self._is_noop
             child._setup(self.mod, self.gvar, function, seq, params, self, binding)
             self.children.append(child)
-            for var in child.free_vars():
-                reads[var] = None
+            reads.update(dict.fromkeys(child.free_vars()))
 
     def _find_tuple(self, expr: Expr) -> Tuple | None:
         if type(expr) is Tuple:
@@ -478,6 +495,16 @@ class FunctionView:
         """Whether `var` is just another name for a value."""
         return var in self._alias
 
+    def alias_kind(self, var: Var) -> str:
+        """Return what makes `var` an alias ("variable", "tuple", ...), or ""."""
+        return self._why.get(var, "")
+
+    def is_unread_tuple(self, var: Var) -> bool:
+        """Whether `var` is a tuple built here that nothing reads as a whole."""
+        if self._users is None:
+            self._find_users()
+        return var in self._tuples and var not in self._whole
+
     def block(self, position: int) -> int:
         """Return the number of the block that holds the binding at `position`."""
         return self._block_of[position]
@@ -501,6 +528,11 @@ class FunctionView:
             self._find_users()
         assert self._users is not None
         return self._users.get(self.resolve(expr), [])
+
+    def result_vars(self) -> list[Var]:
+        """Return the variables, aliases looked through, that the scope's result is made of."""
+        found = dict.fromkeys(self.resolve(v) for v in self._result)
+        return [v for v in found if type(v) in _VAR_TYPES]
 
     def is_output(self, expr: Expr) -> bool:
         """Whether the scope returns this value, alone or inside a tuple."""
@@ -537,9 +569,13 @@ class FunctionView:
         for found in users.values():
             found.reverse()
         self._users = users
+        self._whole = whole
 
     def free_vars(self) -> list[Var]:
-        """Return the variables this scope reads and does not define, symbolic sizes included."""
+        """Return the values this scope reads and does not define, symbolic sizes included.
+
+        Aliases are looked through: the variables are those that `resolve` gives.
+        """
         found: dict[Var, None] = {}
         bound: set[Var] = set(self._index)
         if self.parent is None or self.function is not self.parent.function:
@@ -547,14 +583,17 @@ class FunctionView:
             for param in self.params:
                 bound.update(relax.analysis.definable_tir_vars_in_type(param.ty))
         for i, binding in enumerate(self.bindings):
+            if binding.var in self._alias or self.is_unread_tuple(binding.var):
+                continue
             for var in self._reads[i]:
-                found[var] = None
+                found[self.resolve(var)] = None
             if type(binding) is MatchCast:
                 bound.update(relax.analysis.definable_tir_vars_in_type(binding.ty))
             else:
                 _collect_type(binding.var.ty, found)
-        found.update(self._result)
-        return [v for v in found if v not in bound]
+        for var in self._result:
+            found[self.resolve(var)] = None
+        return [v for v in found if type(v) in _VAR_TYPES and v not in bound]
 
     def scopes(self) -> Iterator[FunctionView]:
         """Yield this scope and every scope inside it, outermost first."""
