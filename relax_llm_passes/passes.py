@@ -8,6 +8,7 @@ import importlib
 MODULES = (
     "relax_llm_passes.fusion.canonicalize_bindings",
     "relax_llm_passes.lower",
+    "relax_llm_passes.fusion.legalize_norms",
     "relax_llm_passes.keep_effects",
     "relax_llm_passes.finish",
     "relax_llm_passes.schedule",

@@ -30,7 +30,7 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     "clean": ("CanonicalizeBindings",),
     "raise": (),
     "fuse": (),
-    "lower": ("LowerComposites", "SealKernels", "KeepEffects"),
+    "lower": ("LowerComposites", "LegalizeNorms", "SealKernels", "KeepEffects"),
 }
 
 
