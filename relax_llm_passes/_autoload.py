@@ -7,6 +7,10 @@ __all__ = ["register"]
 
 def register() -> None:
     """Register the pipeline's name with TVM; harmless when called again."""
+    import tvm
+
+    if getattr(tvm, "_RUNTIME_ONLY", False):
+        return  # Only the runtime is there: nothing can be compiled.
     from tvm.relax.pipeline import PIPELINE_MAP, register_pipeline
 
     if "relax_llm" in PIPELINE_MAP:

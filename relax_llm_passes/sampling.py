@@ -8,7 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
+from tvm.sym import Analyzer
 
 from .errors import InputError
 
@@ -28,14 +30,15 @@ def numpy_dtype(dtype: str) -> np.dtype:
 def _symbolic(func: relax.Function) -> list[tirx.Var]:
     found: dict[str, tirx.Var] = {}
 
+    def remember(var: tirx.Var) -> None:
+        found.setdefault(var.name, var)
+
     def visit(ty: Any) -> None:
         if isinstance(ty, relax.TupleType):
             for field in ty.fields:
                 visit(field)
         for expr in _dims(ty):
-            tirx.stmt_functor.post_order_visit(
-                expr, lambda e: found.setdefault(e.name, e) if isinstance(e, tirx.Var) else None
-            )
+            tvm_ffi.structural_walk(expr, (tirx.Var, remember))
 
     for param in func.params:
         visit(param.ty)
@@ -66,10 +69,11 @@ def sample_sizes(func: relax.Function, sample: int = 0) -> dict[str, int]:
 def _evaluate(expr: Any, sizes: Mapping[str, int], func: relax.Function) -> int:
     if isinstance(expr, int):
         return expr
-    substituted = tirx.stmt_functor.substitute(
-        expr, {v: tirx.IntImm(v.dtype, sizes[v.name]) for v in _symbolic(func) if v.name in sizes}
-    )
-    value = tvm.arith.Analyzer().simplify(substituted)
+
+    def size(var: tirx.Var) -> Any:
+        return tirx.IntImm(var.ty.dtype, sizes[var.name]) if var.name in sizes else var
+
+    value = Analyzer().simplify(tvm_ffi.structural_map(expr, (tirx.Var, size)))
     if not isinstance(value, tirx.IntImm):
         missing = [n for n in symbolic_names(func) if n not in sizes]
         raise InputError(f"size {expr} is not known: give a value for {', '.join(missing)}")
