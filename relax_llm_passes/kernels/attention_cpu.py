@@ -11,18 +11,23 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .attention_plan import AttentionPlan, grouped
 from .scalar_expr import (
+    TensorLoad,
+    any_node,
     bound_analyzer,
     buffer_loads,
     depends_on,
     dtype_of,
     exp_nonpositive,
     i64,
+    rewrite,
     substitute,
 )
 
@@ -78,6 +83,10 @@ class _Kernel:
         self.we = vector_width(plan.E, lanes)
         self.group = plan.group
         self.outer: dict[Any, Any] = {}
+        self.row_values, score = hoist_row_values(plan)
+        self.score = vector_tanh(score)
+        self.bound: dict[Any, Any] = {}
+        self.rows: dict[int, dict[Any, Any]] = {}
 
     @property
     def extents(self) -> list[Any]:
@@ -102,11 +111,76 @@ class _Kernel:
         values = {getattr(plan, name): value for name, value in axes.items()}
         return substitute(grouped(plan, expr, member), {**self.outer, **values})
 
+    def bind_row_values(self, row: int, member: int, s: Any) -> None:
+        """Compute what the scores of one row have in common."""
+        self.rows[row] = {
+            var: T.bind(self.at(expr, member, s=s)) for var, expr in self.row_values
+        }
+
+    def row_score(self, row: int, member: int, x: Any, s: Any, t: Any) -> Any:
+        """Return the score of a row at key t, for the product x."""
+        plan = self.plan
+        values = {**self.outer, **self.rows[row], plan.x: x, plan.s: s, plan.t: t}
+        return substitute(grouped(plan, self.score, member), values)
+
     def store_vector(self, buffer: Any, size: int, width: int, value: Callable[[Any], Any]) -> None:
         """Store value(i) to buffer[..., i] for i < size."""
         with T.serial(i64(size // width)) as outer, T.vectorized(i64(width)) as lane:
             index = outer * i64(width) + lane
             T.buffer_store(buffer, value(index), [index])
+
+
+def hoist_row_values(plan: AttentionPlan) -> tuple[list[tuple[Any, Any]], Any]:
+    """Take what does not depend on the key out of the score (ALiBi's slopes, say).
+
+    Returns (variable, float32 expression) pairs, to be computed once a row, and the score with the
+    variables in their place.
+    """
+    found: list[tuple[Any, Any]] = []
+
+    def replace(node: Any) -> Any:
+        if isinstance(node, (tirx.FloatImm, tirx.IntImm, tirx.Var)):
+            return None
+        if dtype_of(node) != "float32" or depends_on(node, plan.t, plan.x):
+            return None
+        work = any_node(node, lambda n: isinstance(n, (tirx.Div, TensorLoad)) or _is_call(n))
+        if not work:
+            return None
+        for var, expr in found:
+            if tvm_ffi.structural_equal(expr, node):
+                return var
+        var = tirx.Var(f"row{len(found)}", "float32")
+        found.append((var, node))
+        return var
+
+    return found, rewrite(plan.score, replace)
+
+
+def _is_call(node: Any) -> bool:
+    return isinstance(node, tvm.ir.Call)
+
+
+def vector_tanh(expr: Any) -> Any:
+    """Write tanh as arithmetic that LLVM vectorises: a polynomial near 0, else by exp."""
+
+    def replace(node: Any) -> Any:
+        if not (_is_call(node) and getattr(node.op, "name", "") == "tirx.tanh"):
+            return None
+        y = tirx.Var("y", "float32")
+        size = tirx.Max(y, -y)
+        e = tirx.Var("e", "float32")
+        ratio = (_f32(1.0) - e) / (_f32(1.0) + e)
+        ratio = tirx.Let(e, exp_nonpositive(_f32(-2.0) * size), ratio)
+        square = y * y
+        series = _f32(62.0 / 2835.0)
+        for c in (-17.0 / 315.0, 2.0 / 15.0, -1.0 / 3.0):
+            series = series * square + _f32(c)
+        small = y + y * square * series
+        far = tirx.Select(y < _f32(0.0), -ratio, ratio)
+        value = tirx.Select(size < _f32(0.25), small, far)
+        return tirx.Let(y, vector_tanh(node.args[0]), value)
+
+    return rewrite(expr, replace)
 
 
 def _begin(plan: AttentionPlan, name: str) -> None:
@@ -204,6 +278,7 @@ def _decode_rows(
     top = _local((R,))
     total = _local((R,))
     for r, (member, s) in enumerate(rows):
+        kernel.bind_row_values(r, member, i64(s))
         with T.serial(i64(D)) as d:
             T.buffer_store(queries[r], kernel.at(plan.q, member, s=i64(s), d=d), [d])
         kernel.store_vector(sums[r], E, kernel.we, lambda _: _f32(0.0))
@@ -352,7 +427,7 @@ def _key_blocks(
                 at = o * i64(lanes) + lane
                 # Lanes past the end repeat the last key: no mask is read out of bounds.
                 safe = tirx.Min(first + at, end - i64(1))
-                value = kernel.at(plan.score, member, x=scores[r][at], s=i64(s), t=safe)
+                value = kernel.row_score(r, member, scores[r][at], i64(s), safe)
                 value = tirx.Select(at < size, value, _f32(_LOWEST))
                 T.buffer_store(scores[r], value, [at])
             with T.serial(i64(block // lanes)) as o, T.vectorized(i64(lanes)) as lane:
@@ -383,17 +458,41 @@ def _key_blocks(
             with T.serial(i64(E // we)) as o, T.vectorized(i64(we)) as lane:
                 e = o * i64(we) + lane
                 T.buffer_store(sums[r], sums[r][e] * correction[r], [e])
-        with T.serial(size) as kt, T.serial(i64(E // we)) as o:
-            for r in range(len(rows)):
-                with T.vectorized(i64(we)) as lane:
-                    e = o * i64(we) + lane
-                    value = kernel.at(v, t=first + kt, e=e)
-                    T.buffer_store(sums[r], sums[r][e] + scores[r][kt] * value, [e])
-            if copy:
-                _copy_chunk(kernel, plan.append_v, "e", first + kt, o, we)
+        full = T.bind(tirx.floordiv(size, i64(4)))
+        with T.serial(full) as quad:
+            _add_values(kernel, len(rows), v, scores, sums, first, quad * i64(4), 4, copy)
+        with T.serial(size - full * i64(4)) as rest:
+            _add_values(kernel, len(rows), v, scores, sums, first, full * i64(4) + rest, 1, copy)
         if copy:
             with T.serial(size) as kt, T.serial(i64(D // wd)) as o:
                 _copy_chunk(kernel, plan.append_k, "d", first + kt, o, wd)
+
+
+def _add_values(
+    kernel: _Kernel,
+    rows: int,
+    v: Any,
+    scores: list[Any],
+    sums: list[Any],
+    first: Any,
+    at: Any,
+    count: int,
+    copy: bool,
+) -> None:
+    """Add the weighted values of keys first + at .. first + at + count - 1; copy them if asked."""
+    we = kernel.we
+    with T.serial(i64(kernel.plan.E // we)) as o:
+        for r in range(rows):
+            with T.vectorized(i64(we)) as lane:
+                e = o * i64(we) + lane
+                value = sums[r][e]
+                for j in range(count):
+                    load = kernel.at(v, t=first + at + i64(j), e=e)
+                    value = value + scores[r][at + i64(j)] * load
+                T.buffer_store(sums[r], value, [e])
+        if copy:
+            for j in range(count):
+                _copy_chunk(kernel, kernel.plan.append_v, "e", first + at + i64(j), o, we)
 
 
 def _copy_chunk(kernel: _Kernel, append: Any, axis: str, t: Any, o: Any, width: int) -> None:
@@ -436,22 +535,51 @@ def _products(
                     value = kernel.at(k, t=first + at, d=d)
                     T.buffer_store(scores[r], scores[r][at] + queries[r][d] * value, [at])
         return
-    with T.serial(size) as kt:
-        partial = [_local((wd,)) for _ in rows]
-        for r in range(len(rows)):
+    # Several keys at once hide the latency of the multiply-adds.
+    step = max(1, 8 // len(rows)) if len(rows) <= 4 else 1
+    step = min(step, 4)
+    full = T.bind(tirx.floordiv(size, i64(step)))
+    with T.serial(full) as group:
+        _dot_products(kernel, len(rows), k, queries, scores, first, group * i64(step), step)
+    if step > 1:
+        with T.serial(size - full * i64(step)) as rest:
+            at = full * i64(step) + rest
+            _dot_products(kernel, len(rows), k, queries, scores, first, at, 1)
+
+
+def _dot_products(
+    kernel: _Kernel,
+    rows: int,
+    k: Any,
+    queries: list[Any],
+    scores: list[Any],
+    first: Any,
+    at: Any,
+    count: int,
+) -> None:
+    """Store q.k for keys first + at .. first + at + count - 1, all rows."""
+    wd = kernel.wd
+    partial = {(r, j): _local((wd,)) for r in range(rows) for j in range(count)}
+    for buffer in partial.values():
+        with T.vectorized(i64(wd)) as lane:
+            T.buffer_store(buffer, _f32(0.0), [lane])
+    with T.serial(i64(kernel.plan.D // wd)) as o:
+        for (r, j), buffer in partial.items():
             with T.vectorized(i64(wd)) as lane:
-                T.buffer_store(partial[r], _f32(0.0), [lane])
-        with T.serial(i64(D // wd)) as o:
-            for r in range(len(rows)):
-                with T.vectorized(i64(wd)) as lane:
-                    d = o * i64(wd) + lane
-                    value = kernel.at(k, t=first + kt, d=d)
-                    T.buffer_store(partial[r], partial[r][lane] + queries[r][d] * value, [lane])
-        for r in range(len(rows)):
-            whole = partial[r][0]
-            for lane in range(1, wd):
-                whole = whole + partial[r][lane]
-            T.buffer_store(scores[r], whole, [kt])
+                d = o * i64(wd) + lane
+                value = kernel.at(k, t=first + at + i64(j), d=d)
+                T.buffer_store(buffer, buffer[lane] + queries[r][d] * value, [lane])
+    for (r, j), buffer in partial.items():
+        _fold_lanes(buffer, wd)
+        T.buffer_store(scores[r], buffer[0], [at + i64(j)])
+
+
+def _fold_lanes(buffer: Any, width: int) -> None:
+    """Add up a vector's lanes into lane 0, halving it each time."""
+    while width > 1:
+        width //= 2
+        with T.vectorized(i64(width)) as lane:
+            T.buffer_store(buffer, buffer[lane] + buffer[lane + i64(width)], [lane])
 
 
 def _combine(
@@ -655,6 +783,7 @@ def _tile_softmax(
 ) -> None:
     plan, lanes = kernel.plan, kernel.lanes
     s = tirx.Min(first_row + r, S - i64(1))
+    kernel.bound = {var: T.bind(_plain(kernel, e, s=s)) for var, e in kernel.row_values}
     top_lanes, sum_lanes = _local((lanes,)), _local((lanes,))
     with T.vectorized(i64(lanes)) as lane:
         T.buffer_store(top_lanes, _f32(_LOWEST), [lane])
@@ -663,7 +792,8 @@ def _tile_softmax(
         at = o * i64(lanes) + lane
         safe = tirx.Min(first + at, end - i64(1))
         x = scores[r * i64(block) + at]
-        value = _plain(kernel, plan.score, x=x, s=s, t=safe)
+        value = _plain(kernel, kernel.score, x=x, s=s, t=safe)
+        value = substitute(value, kernel.bound)
         value = tirx.Select(at < size, value, _f32(_LOWEST))
         T.buffer_store(scores, value, [r * i64(block) + at])
     with T.serial(i64(block // lanes)) as o, T.vectorized(i64(lanes)) as lane:

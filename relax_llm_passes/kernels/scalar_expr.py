@@ -91,6 +91,8 @@ def _children(expr: Any) -> list[Any]:
         return [expr.condition, expr.true_value, expr.false_value]
     if isinstance(expr, TensorLoad):
         return list(expr.indices)
+    if isinstance(expr, tirx.Let):
+        return [expr.value, expr.body]
     if isinstance(expr, tvm.ir.Call):
         return list(expr.args)
     return []
@@ -105,6 +107,8 @@ def _rebuild(expr: Any, children: list[Any]) -> Any:
         return tirx.Select(*children)
     if isinstance(expr, TensorLoad):
         return tirx.BufferLoad(expr.source, children)
+    if isinstance(expr, tirx.Let):
+        return tirx.Let(expr.var, *children)
     return tirx.call_intrin(dtype_of(expr), expr.op, *children)
 
 
