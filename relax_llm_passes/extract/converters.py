@@ -1,0 +1,147 @@
+"""Replacements for operator conversions that TVM's torch importer gets wrong or lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["fixed_converters"]
+
+Converter = Callable[[Any, Any], Any]
+
+
+def _select(node: Any, importer: Any) -> Any:
+    """``x[:, i]``; a negative index counts from the end.
+
+    TVM 0.27 passes it on to ``take``, whose default mode does not wrap: it reads before the row.
+    """
+    from tvm import relax
+
+    source = importer.env[node.args[0]]
+    axis, index = node.args[1], node.args[2]
+    if not isinstance(index, int):
+        index = importer.env[index]
+    elif index < 0:
+        index = source.ty.shape.values[axis] + index
+        index = int(index.value) if hasattr(index, "value") else index
+    if isinstance(index, int):
+        return importer.block_builder.emit(relax.op.take(source, relax.const(index, "int64"), axis))
+    # The index is an expression over symbolic sizes: slice one element and drop the axis.
+    one = relax.op.strided_slice(source, [axis], [index], [index + 1])
+    return importer.block_builder.emit(relax.op.squeeze(importer.block_builder.emit(one), [axis]))
+
+
+def _matmul(node: Any, importer: Any) -> Any:
+    """A matrix product in the type of its operands.
+
+    TVM 0.27 writes ``out_dtype="float32"`` for every product, so a half or double model no longer type-checks.
+    """
+    from tvm import relax
+
+    left, right = importer.env[node.args[0]], importer.env[node.args[1]]
+    return importer.block_builder.emit(
+        relax.op.matmul(left, right, out_dtype=str(left.ty.dtype.dtype))
+    )
+
+
+def _addmm(node: Any, importer: Any) -> Any:
+    """``beta * bias + alpha * (a @ b)`` in the type of the operands (see :func:`_matmul`)."""
+    from tvm import relax
+
+    bias, left, right = (importer.env[arg] for arg in node.args[:3])
+    dtype = str(left.ty.dtype.dtype)
+    emit = importer.block_builder.emit
+    product = emit(relax.op.matmul(left, right, out_dtype=dtype))
+    alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+    if alpha != 1:
+        product = emit(relax.op.multiply(product, relax.const(alpha, dtype)))
+    if beta == 0:
+        return product
+    if beta != 1:
+        bias = emit(relax.op.multiply(bias, relax.const(beta, dtype)))
+    return emit(relax.op.add(bias, product))
+
+
+def _analyzer(expressions: Any, bounds: Mapping[str, tuple[int, int | None]]) -> Any:
+    """An analyzer that knows the ranges that torch.export proved for symbolic sizes."""
+    import tvm
+    from tvm.sym import Analyzer
+    from tvm.tirx.analysis import undefined_vars
+
+    analyzer = Analyzer()
+    found = {
+        variable.name: variable
+        for expression in expressions
+        if not isinstance(expression, int)
+        for variable in undefined_vars(expression)
+    }
+    for name, variable in found.items():
+        low, high = bounds.get(name, (0, None))
+        if high is not None:
+            analyzer.bind(variable, tvm.ir.Range(low, high + 1))
+    return analyzer
+
+
+def _extreme(which: str, bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
+    """``max(a, b)`` and ``min(a, b)`` of sizes, which TVM 0.27 does not convert."""
+
+    def convert(node: Any, importer: Any) -> Any:
+        from tvm import tirx
+
+        left, right = (arg if isinstance(arg, int) else importer.env[arg] for arg in node.args)
+        if isinstance(left, int) and isinstance(right, int):
+            return max(left, right) if which == "max" else min(left, right)
+        result = (tirx.max if which == "max" else tirx.min)(left, right)
+        simple = _analyzer([result], bounds).simplify(result)
+        # What stays an extreme only for the bounds' sake is kept: strided_slice then sees that it is not negative.
+        return int(simple.value) if hasattr(simple, "value") else result
+
+    return convert
+
+
+def _slice(bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
+    """``x[begin:end]`` whose length follows from the ranges of the symbolic sizes.
+
+    TVM 0.27 keeps such a length as ``256 - max(255 - n, 0)``, cannot broadcast it with ``n + 1``, and loses the
+    shape of everything after it; such operators are later not lowered at all.
+    """
+
+    def convert(node: Any, importer: Any) -> Any:
+        from tvm import relax
+
+        result = importer._slice(node)
+        shape = result.ty.shape
+        if shape is None or all(hasattr(extent, "value") for extent in shape.values):
+            return result
+        analyzer = _analyzer(shape.values, bounds)
+        simple = [analyzer.simplify(extent) for extent in shape.values]
+        if [str(e) for e in simple] == [str(e) for e in shape.values]:
+            return result
+        return importer.block_builder.match_cast(
+            result, relax.TensorType(simple, str(result.ty.dtype.dtype))
+        )
+
+    return convert
+
+
+def fixed_converters(
+    bounds: Mapping[str, tuple[int, int | None]] | None = None,
+) -> dict[str, Converter]:
+    """The ``custom_convert_map`` for ``tvm.relax.frontend.torch.from_exported_program``.
+
+    Parameters
+    ----------
+    bounds : mapping, optional
+        Smallest and largest value (or None) of each symbolic size, by name.
+    """
+    bounds = bounds or {}
+    return {
+        "select.int": _select,
+        "slice.Tensor": _slice(bounds),
+        "mm.default": _matmul,
+        "bmm.default": _matmul,
+        "matmul.default": _matmul,
+        "addmm.default": _addmm,
+        "sym_max": _extreme("max", bounds),
+        "sym_min": _extreme("min", bounds),
+    }

@@ -1,0 +1,1 @@
+"""Graphs of real models, and the scripts that make them."""
