@@ -19,18 +19,22 @@ from .cpu_tiles import CpuTiles
 
 __all__ = ["emit_axpy", "emit_axpy_panels"]
 
-# Columns of a strip: 2 KiB of fp32 sums; long enough a run of each row for the prefetchers.
-_STRIP = 512
+# Columns of a strip at most: 8 KiB of fp32 sums.
+_STRIP = 2048
 # Rows of the weight added up at a time.
 _DEPTH = 4
 
 
 def _strip(n: int, tiles: CpuTiles) -> int:
-    """Return the strip's width: narrower when there would be too few strips for the cores."""
-    strip = _STRIP
-    while strip > 8 * tiles.lanes and n < strip * 2 * tiles.cores:
-        strip //= 2
-    return strip
+    """Return the strip's width: one strip a core, or more where that is too wide.
+
+    Long runs along each row of the weight are what the prefetchers like.
+    """
+    share = -(-n // tiles.cores)
+    strips = -(-share // _STRIP)
+    width = -(-share // strips)
+    step = 4 * tiles.lanes
+    return -(-width // step) * step
 
 
 def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:

@@ -23,12 +23,23 @@ __all__ = ["emit_panel_product"]
 
 # Bytes of packed fp32 panels a core keeps at hand: half of a usual second-level cache.
 _STRIP_BYTES = 256 * 1024
-_PANELS = 2
 
 
-def _k_block(k: int, columns: int) -> int:
+def _panels(spec: GemmSpec, tiles: CpuTiles) -> int:
+    """Return the panels of a strip.
+
+    Two, which share what was loaded of the left operand. For (K, N) weights eight, if there is
+    enough for every core: packing them reads longer runs of the weight's rows.
+    """
+    if spec.layout != "KN":
+        return 2
+    share = -(-spec.n // (tiles.columns * tiles.cores))
+    return max(2, min(8, share))
+
+
+def _k_block(k: int, columns: int, panels: int) -> int:
     """Return the length of a block of K: all of it, or equal blocks, multiples of 16."""
-    limit = _STRIP_BYTES // (4 * columns * _PANELS)
+    limit = _STRIP_BYTES // (4 * columns * panels)
     if k <= limit:
         return k
     blocks = -(-k // limit)
@@ -55,7 +66,8 @@ def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, An
     rows, columns, lanes, k = tiles.rows, tiles.columns, tiles.lanes, spec.k
     total_panels = -(-spec.n // columns)
     direct = spec.layout == "packed" and spec.rhs_dtype == "float32"
-    block = _k_block(k, columns)
+    width = _panels(spec, tiles)
+    block = _k_block(k, columns, width)
     blocks = -(-k // block)
     lhs = _pack_rows(spec, tiles, buffers["lhs"], m)
     row_blocks = ceil_div(m, rows)
@@ -107,16 +119,16 @@ def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, An
                 else:
                     one()
 
-    with T.parallel(i64(0), i64(-(-total_panels // _PANELS))) as strip:
-        panel = let(strip * _PANELS)
-        panels: Any = i64(_PANELS)
-        if total_panels % _PANELS:
-            panels = let(tirx.min(i64(_PANELS), i64(total_panels) - panel))
-        scratch = buffers["rhs"] if direct else workspace(_PANELS * block * columns)
+    with T.parallel(i64(0), i64(-(-total_panels // width))) as strip:
+        panel = let(strip * width)
+        panels: Any = i64(width)
+        if total_panels % width:
+            panels = let(tirx.min(i64(width), i64(total_panels) - panel))
+        scratch = buffers["rhs"] if direct else workspace(width * block * columns)
         if blocks == 1:
             sums = local(size)
         else:
-            sums = workspace(row_blocks * (_PANELS * size))
+            sums = workspace(row_blocks * (width * size))
 
         def over_k(kb: Any) -> None:
             k_start: Any = i64(0) if blocks == 1 else let(kb * block)
@@ -144,7 +156,7 @@ def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, An
                         right_at = let(p * (block * columns))
                     at: Any = i64(0)
                     if blocks > 1:
-                        at = let((row_block * _PANELS + p) * size)
+                        at = let((row_block * width + p) * size)
                     first = True if blocks == 1 else tirx.EQ(kb, i64(0))
                     multiply(scratch, left_at, right_at, k_size, sums, at, first)
                     if blocks == 1:

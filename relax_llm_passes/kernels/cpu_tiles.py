@@ -54,17 +54,17 @@ def cpu_tiles(target: tvm.target.Target) -> CpuTiles:
     lanes = max(4, vector_lanes(target, "float32"))
     many = vector_registers(target) >= 32
     if many and lanes >= 16:
-        rows, vectors, dot_rows = 12, 2, 6
+        rows, vectors = 12, 2
     elif many:
-        rows, vectors, dot_rows = 6, 4, 6
+        rows, vectors = 6, 4
     else:
-        rows, vectors, dot_rows = 6, 2, 3
+        rows, vectors = 6, 2
     return CpuTiles(
         lanes=lanes,
         rows=rows,
         vectors=vectors,
-        dot_rows=dot_rows,
-        dot_columns=4,
+        dot_rows=4,
+        dot_columns=4 if many else 2,
         streams=4,
         cores=num_threads(target),
     )

@@ -150,14 +150,15 @@ def pack_panels(
         Rows of a panel in the scratch.
     """
     columns = tiles.columns
+    if spec.layout == "KN" and spec.quant is None:
+        _copy_columns(spec, tiles, buffers, scratch, panel, panels, k_start, k_size, capacity)
+        return
     with T.serial(i64(0), panels) as p:
         base = let(p * (capacity * columns))
-        first = let((panel + p) * columns)
         if spec.layout == "packed":
             _copy_panel(spec, tiles, buffers, scratch, base, panel + p, k_start, k_size)
-        elif spec.layout == "KN":
-            _copy_columns(spec, tiles, buffers, scratch, base, first, k_start, k_size)
         else:
+            first = let((panel + p) * columns)
             _transpose_rows(spec, tiles, buffers, scratch, base, first, k_start, k_size)
 
 
@@ -184,33 +185,42 @@ def _copy_columns(
     tiles: CpuTiles,
     buffers: Mapping[str, Any],
     scratch: Any,
-    base: Any,
-    first: Any,
+    panel: Any,
+    panels: Any,
     k_start: Any,
     k_size: Any,
+    capacity: int,
 ) -> None:
+    """Copy row by row of the weight, so that all panels of a row are one run of memory."""
     columns, lanes, n = tiles.columns, tiles.lanes, spec.n
     rhs = buffers["rhs"]
+    first = let(panel * columns)
+
+    def at(p: Any, k: Any) -> Any:
+        return (p * capacity + k) * columns
 
     def whole() -> None:
         with T.serial(i64(0), k_size) as k:
-            for q in range(tiles.vectors):
-                column = first + q * lanes
-                value = load(rhs, (k_start + k) * n + column, lanes)
-                store(scratch, value, base + k * columns + q * lanes, lanes)
+            row = let((k_start + k) * n + first)
+            with T.serial(i64(0), panels) as p:
+                for q in range(tiles.vectors):
+                    value = load(rhs, row + p * columns + q * lanes, lanes)
+                    store(scratch, value, at(p, k) + q * lanes, lanes)
 
     def part() -> None:
         with T.serial(i64(0), k_size) as k:
-            with T.serial(i64(0), i64(columns)) as j:
-                column = tirx.min(first + j, i64(n - 1))
-                store(scratch, load(rhs, (k_start + k) * n + column), base + k * columns + j)
+            row = let((k_start + k) * n)
+            with T.serial(i64(0), panels) as p:
+                with T.serial(i64(0), i64(columns)) as j:
+                    column = tirx.min(first + p * columns + j, i64(n - 1))
+                    store(scratch, load(rhs, row + column), at(p, k) + j)
 
     if n % columns == 0:
         whole()
     elif n < columns:
         part()
     else:
-        choose(first + columns <= n, whole, part)
+        choose(first + panels * columns <= n, whole, part)
 
 
 def _transpose_rows(
