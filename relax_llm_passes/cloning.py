@@ -129,16 +129,18 @@ class Clone:
     def __init__(self, env: dict[Expr, Expr], symbols: dict[Var, Expr]) -> None:
         self.env = env
         self.symbols = symbols
-        self._types: dict[Any, Any] = {}
+        self._types: dict[int, tuple[Any, Any]] = {}
 
     def type(self, ty: Any) -> Any:
         """Return the type in terms of the copy."""
         if not self.symbols:
             return ty
-        found = self._types.get(ty)
+        # Types cannot be dictionary keys; the address can, while the entry keeps the type alive.
+        address = ty.__chandle__()
+        found = self._types.get(address)
         if found is None:
-            found = self._types[ty] = map_type(ty, self.symbols)
-        return found
+            found = self._types[address] = (ty, map_type(ty, self.symbols))
+        return found[1]
 
     def define(self, ty: Any) -> None:
         """Make new symbolic sizes for those that `ty` defines, unless they are known."""
@@ -147,9 +149,10 @@ class Clone:
                 self.symbols[symbol] = Var(symbol.name, symbol.ty)
                 self._types.clear()
 
-    def var(self, var: Var) -> Var:
-        """Make the copy of a bound variable and remember it."""
-        new = type(var)(var.name, self.type(var.ty))
+    def var(self, var: Var, dataflow: bool | None = None) -> Var:
+        """Make the copy of a bound variable and remember it; `dataflow` decides its kind."""
+        kind = type(var) if dataflow is None else (DataflowVar if dataflow else Var)
+        new = kind(var.name, self.type(var.ty))
         self.env[var] = new
         if isinstance(var.ty, (PrimType, ShapeType)):
             self.symbols[var] = new

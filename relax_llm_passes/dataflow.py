@@ -306,8 +306,9 @@ class FunctionView:
         if type(binding) is MatchCast:
             _collect(value, reads)
             _collect_type(binding.ty, reads)
-            if tvm_ffi.structural_equal(binding.ty, value.ty):
-                self._set_alias(var, self.resolve(value), "match_cast")
+            source = self.resolve(value)
+            if tvm_ffi.structural_equal(binding.ty, source.ty):
+                self._set_alias(var, source, "match_cast")
             self._reads.append(list(reads))
             return
         if kind is If or kind is Function:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tvm
 from tvm import relax
-from tvm.ir import Call, PrimType, Tuple, TupleGetItem, Var
+from tvm.ir import Call, GenericConst, PrimType, Tuple, TupleGetItem, Var
 from tvm.relax import (
     Binding,
     BindingBlock,
@@ -47,7 +47,8 @@ class Item:
     block : int
         The block the item goes to.
     replace : callable, optional
-        Given the rewritten bindings of the rows, returns the bindings that take their place.
+        Given the rewritten bindings of the rows, the writer and whether the place is in a
+        dataflow block, returns the bindings that take their place.
         Without it the rows are written as they are.
     outputs : list of Var
         The variables of the rows that are visible outside the item.
@@ -57,7 +58,7 @@ class Item:
 
     rows: list[int]
     block: int
-    replace: Callable[[list[Binding], Writer], list[Binding]] | None = None
+    replace: Callable[[list[Binding], Writer, bool], list[Binding]] | None = None
     outputs: list[Var] = field(default_factory=list)
     reads: dict[Var, None] = field(default_factory=dict)
 
@@ -119,7 +120,9 @@ class Writer:
         kind = type(expr)
         if is_var(expr):
             found = view.resolve(expr)
-            return self.env.get(found, found) if is_var(found) else found
+            if is_var(found):
+                return self.env.get(found, found)
+            return found if type(found) is GenericConst else self.expr(view, found)
         if kind is Call:
             old = expr.args[:]
             args = [self.expr(view, a) for a in old]
@@ -211,7 +214,7 @@ class Writer:
             for item in items:
                 rewritten = [self.binding(draft, row) for row in item.rows]
                 if item.replace is not None:
-                    rewritten = item.replace(rewritten, self)
+                    rewritten = item.replace(rewritten, self, dataflow)
                 for new in rewritten:
                     kept = self._fit(new, dataflow, item, leaving, names)
                     changed = changed or not kept.same_as(new) or len(item.rows) != 1
