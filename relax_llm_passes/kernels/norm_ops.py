@@ -18,6 +18,7 @@ from tvm import tirx
 from .norm_math import Functions
 from .norm_program import (
     Axis,
+    Load,
     Operand,
     RowProgram,
     Stage,
@@ -67,7 +68,11 @@ class NormSpec:
     extras : list[Extra]
         Further tensors for `epilogue`.
     epilogue : callable, optional
-        (normalised value, extras' values) -> stored value.
+        (normalised value, extras' values, the bonus sum or None) -> stored value.
+    before : callable, optional
+        Loaded value -> value that is normalised.
+    bonus : list[Extra]
+        Tensors whose product is summed over the row beside the statistics.
     """
 
     axes: list[Axis]
@@ -78,7 +83,9 @@ class NormSpec:
     bias: Extra | None = None
     center: bool = True
     extras: list[Extra] = field(default_factory=list)
-    epilogue: Callable[[Any, list[Any]], Any] | None = None
+    epilogue: Callable[[Any, list[Any], Any], Any] | None = None
+    before: Callable[[Any], Any] | None = None
+    bonus: list[Extra] = field(default_factory=list)
     name: str = "norm"
 
 
@@ -111,18 +118,37 @@ def _count(length: Any, acc: str) -> Any:
 
 def norm_program(spec: NormSpec) -> RowProgram:
     """Return the program of layer_norm, group_norm, instance_norm or rms_norm."""
-    inputs = [spec.data]
+    inputs = [spec.data, *spec.bonus]
     late = [e for e in (spec.weight, spec.bias) if e is not None] + list(spec.extras)
     every = [*inputs, *late, spec.out]
-    tensors = [e.tensor for e in every]
     axes, loads, width = build_domain(
         spec.axes, [Operand(i, e.strides) for i, e in enumerate(every)]
     )
+    # A tensor that plays two parts is one parameter; the first mention gives its place.
+    tensors: list[Tensor] = []
+    for e in every:
+        if e.tensor not in tensors:
+            tensors.append(e.tensor)
+    loads = [
+        Load(tensors.index(every[i].tensor), ld.index, ld.follows_last)
+        for i, ld in enumerate(loads)
+    ]
     acc = accumulator(spec.data.tensor.dtype)
     eps = tirx.const(spec.epsilon, acc)
     zero, one = tirx.const(0, acc), tirx.const(1, acc)
+    first = len(inputs)
+
+    def init(raw: list[Any]) -> list[Any]:
+        x = raw[0] if spec.before is None else spec.before(raw[0])
+        if not spec.bonus:
+            return [x]
+        product = raw[1]
+        for other in raw[2:]:
+            product = product * other
+        return [x, product]
+
     program = RowProgram(
-        spec.name, tensors, axes, loads[:1], lambda raw: [raw[0]], [], [], loads[1:-1], width, acc
+        spec.name, tensors, axes, loads[:first], init, [], [], loads[first:-1], width, acc
     )
     count = _count(program.length, acc)
 
@@ -130,21 +156,23 @@ def norm_program(spec: NormSpec) -> RowProgram:
         return one / tirx.sqrt(variance + eps)
 
     if spec.center:
-        program.moments = True
+        # Only the first two moments can be combined from parts of a row.
+        program.moments = not spec.bonus
         program.finish_moments = rstd
         program.stages = [
             Stage(
                 ("sum",),
                 lambda v, s: [v[0]],
                 lambda r, s: [r[0] / count],
-                lambda v, s: [v[0] - s[0]],
+                lambda v, s: [v[0] - s[0], *v[1:]],
             ),
             Stage(
-                ("sum", "sum"),
-                lambda v, s: [v[0], v[0] * v[0]],
+                ("sum", "sum", *["sum"] * bool(spec.bonus)),
+                lambda v, s: [v[0], v[0] * v[0], *v[1:]],
                 lambda r, s: [
                     r[0] / count,
                     rstd(tirx.max((r[1] - r[0] * (r[0] / count)) / count, zero)),
+                    *r[2:],
                 ],
             ),
         ]
@@ -161,9 +189,10 @@ def norm_program(spec: NormSpec) -> RowProgram:
             y = y * rest.pop(0)
         if has_bias:
             y = y + rest.pop(0)
-        return y if spec.epilogue is None else spec.epilogue(y, rest)
+        bonus = scalars[3] if spec.bonus else None
+        return y if spec.epilogue is None else spec.epilogue(y, rest, bonus)
 
-    program.stores = [Store(len(tensors) - 1, loads[-1].index, value)]
+    program.stores = [Store(loads[-1].tensor, loads[-1].index, value)]
     return program
 
 
