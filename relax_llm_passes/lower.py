@@ -29,6 +29,7 @@ __all__ = [
     "LowerComposites",
     "composites",
     "implementations",
+    "list_implementations",
     "register_implementation",
 ]
 
@@ -159,6 +160,12 @@ def implementations(kind: str, target: tvm.target.Target) -> list[Implementation
         for e in _IMPLEMENTATIONS.get(kind, [])
         if target.kind.name in e.implementation.targets
     ]
+
+
+def list_implementations() -> list[Implementation]:
+    """Return every registered implementation by kind, in the order they are asked."""
+    load_plugins()
+    return [e.implementation for k in sorted(_IMPLEMENTATIONS) for e in _IMPLEMENTATIONS[k]]
 
 
 def composites(mod: tvm.IRModule) -> dict[str, Composite]:

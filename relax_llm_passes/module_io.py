@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tvm
 from tvm import relax
@@ -109,8 +109,10 @@ def read_module(path: str | Path) -> ModuleFile:
             file = ModuleFile(parse_script(text, str(path)), "script")
     if not public_functions(file.mod):
         raise InputError(f"{path}: the module has no public Relax function to compile")
-    if not relax.analysis.well_formed(file.mod):
-        raise InputError(f"{path}: the module is not well-formed")
+    try:
+        relax.analysis.well_formed(file.mod)
+    except Exception as error:
+        raise InputError(f"{path}: the module is not well-formed: {_one_line(error)}") from None
     file.warnings = _faults(file.mod)
     return file
 
@@ -141,10 +143,10 @@ def _read_exported(path: Path) -> tvm.IRModule:
             f"{path} is a torch.export program; reading it needs PyTorch: "
             "pip install 'relax_llm_passes[extract]'"
         ) from None
-    from .extract import import_exported_file
+    from .extract import load_pt2
 
     try:
-        return import_exported_file(path)
+        return load_pt2(path)
     except InputError:
         raise
     except Exception as error:
@@ -183,10 +185,14 @@ def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, Any]:
 
 
 def _constant(value: ast.expr) -> Any:
-    """Return the value of a literal, or of `tvm.ir.load_json("...")` as `script()` prints it."""
-    if isinstance(value, ast.Call) and ast.unparse(value.func) == "tvm.ir.load_json":
-        if len(value.args) == 1 and isinstance(value.args[0], ast.Constant):
-            return tvm.ir.load_json(value.args[0].value)
+    """Return the value of a literal, or of what `script()` prints before the module."""
+    if isinstance(value, ast.Call) and len(value.args) == 1:
+        argument, called = value.args[0], ast.unparse(value.func)
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            if called == "tvm.ir.load_json":  # constants
+                return tvm.ir.load_json(argument.value)
+            if called in ("TypeVar", "typing.TypeVar"):  # symbolic sizes
+                return TypeVar(argument.value)
     return ast.literal_eval(value)
 
 
@@ -241,10 +247,14 @@ def parse_script(text: str, name: str = "<text>") -> tvm.IRModule:
     first = min(d.lineno for d in node.decorator_list)  # type: ignore[attr-defined]
     lines = text.splitlines()[first - 1 : node.end_lineno]
     source = "\n" * (first - 1) + "\n".join(lines) + "\n"
+    problem = ""
+    mod: Any = None
     try:
         mod = tvm.script.from_source(source, extra_vars=dict(variables))
     except Exception as error:
-        raise InputError(f"{name}: {_one_line(error)}") from None
+        problem = _one_line(error)
+    if problem:  # Raised out here so that the parser's half-built state is freed first.
+        raise InputError(f"{name}: {problem}")
     if isinstance(mod, relax.Function):
         func = mod
         symbol = node.name  # type: ignore[attr-defined]

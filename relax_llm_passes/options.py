@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 from .errors import InputError, UnknownNameError
 
-__all__ = ["NoOptions", "describe", "from_text", "make"]
+__all__ = ["NoOptions", "describe", "document", "from_text", "make"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +108,23 @@ def describe(options_type: type) -> list[tuple[str, str, str]]:
         type_name = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
         rows.append((f.name, type_name, str(f.default)))
     return rows
+
+
+def document(options_type: type) -> dict[str, str]:
+    """Return what the class's docstring says of each option, in one line each.
+
+    Read from the numpydoc section "Attributes": `name : type`, then indented text.
+    """
+    texts: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    lines = inspect.cleandoc(options_type.__doc__ or "").splitlines()
+    for line in lines[lines.index("Attributes") + 2 :] if "Attributes" in lines else []:
+        if line and not line[0].isspace():
+            if set(line) == {"-"}:  # the next section's underline
+                break
+            names = line.partition(":")[0].split(",")
+            current = []
+            texts.update((name.strip(), current) for name in names)
+        elif current is not None and line.strip():
+            current.append(line.strip())
+    return {name: " ".join(text) for name, text in texts.items()}

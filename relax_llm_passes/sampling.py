@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +14,15 @@ from tvm.sym import Analyzer
 
 from .errors import InputError
 
-__all__ = ["numpy_dtype", "random_arguments", "sample_sizes", "symbolic_names", "to_numpy"]
+__all__ = [
+    "numpy_dtype",
+    "random_arguments",
+    "random_array",
+    "sample_sizes",
+    "symbolic_names",
+    "to_device",
+    "to_numpy",
+]
 
 # Distinct odd sizes, so that a mistaken axis shows.
 _SIZES = (5, 7, 3, 11, 9, 13)
@@ -113,9 +121,23 @@ def random_arguments(func: relax.Function, sizes: Mapping[str, int], seed: int =
                 raise InputError(f"parameter {name}: {ty} has no shape to draw inputs for")
             shape = tuple(_evaluate(v, sizes, func) for v in _dims(ty))
             return random_array(shape, str(ty.dtype), rng)
+        if isinstance(ty, tvm.ir.PrimType):
+            return random_array((), str(ty.dtype), rng).item()
         raise InputError(f"parameter {name}: inputs of type {ty} cannot be drawn")
 
     return [make(p.name, p.ty) for p in func.params]
+
+
+def to_device(arguments: Sequence[Any], device: Any) -> list[Any]:
+    """Return the arguments with numpy arrays copied to a device, in nested lists too."""
+    return [
+        tvm.runtime.tensor(a, device)
+        if isinstance(a, np.ndarray)
+        else to_device(a, device)
+        if isinstance(a, (list, tuple)) and not isinstance(a, tvm.runtime.ShapeTuple)
+        else a
+        for a in arguments
+    ]
 
 
 def to_numpy(result: Any) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ from tvm import relax
 from tvm_ffi import structural_equal
 
 from .report import PassRecord
-from .sampling import random_arguments, sample_sizes, to_numpy
+from .sampling import random_arguments, sample_sizes, to_device, to_numpy
 
 if TYPE_CHECKING:
     from .lower import Composite, Implementation
