@@ -7,6 +7,7 @@ import importlib
 # In the order of the default pipeline.
 MODULES = (
     "relax_llm_passes.fusion.canonicalize_bindings",
+    "relax_llm_passes.fusion.partition_gemm",
     "relax_llm_passes.lower",
     "relax_llm_passes.fusion.legalize_norms",
     "relax_llm_passes.keep_effects",

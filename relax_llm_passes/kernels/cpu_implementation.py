@@ -172,6 +172,10 @@ class CpuGemm:
         kernel = gemm_kernel(spec, target).without_attr("global_symbol")
         gvar = bb.add_func(kernel, spec.key())
         operands = [args[composite.roles[role]] for role in roles]
+        biases = {s["operand"] for s in composite.attrs["epilogue"] if s["op"] == "bias"}
+        for i, role in enumerate(roles):
+            if role in biases and operands[i].ty.ndim != 1:  # (1, N) is N values too
+                operands[i] = bb.emit(relax.op.reshape(operands[i], (spec.n,)))
         # In the sizes of the call, not in those of the composite's own variables.
         leading = list(args[composite.roles["lhs"]].ty.shape.values)[:-1]
         out = relax.TensorType([*leading, spec.n], spec.out_dtype)

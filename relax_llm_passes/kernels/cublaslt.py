@@ -98,9 +98,7 @@ def executor_module() -> tvm.runtime.Module:
         defines=defines,
         headers=[here / "cublaslt_abi.h"],
     )
-    return tvm.runtime.load_static_library(
-        str(obj), [FUNCTION, "relax_llm_cublaslt_cached_shapes"]
-    )
+    return tvm.runtime.load_static_library(str(obj), [FUNCTION, "relax_llm_cublaslt_cached_shapes"])
 
 
 def _arch(target: tvm.target.Target) -> int:

@@ -1,4 +1,4 @@
-"""What every GEMM implementation that calls a library needs: sizes, and the steps it leaves over."""
+"""What every GEMM implementation that calls a library needs: sizes, and the steps left over."""
 
 from __future__ import annotations
 
