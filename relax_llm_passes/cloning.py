@@ -44,8 +44,9 @@ __all__ = [
 
 
 def set_type(expr: Expr, ty: Any) -> Expr:
-    """Give a freshly built expression its type, and return it."""
-    relax.expr._update_type(expr, ty)
+    """Give a freshly built expression its type unless it has one, and return it."""
+    if expr.ty.is_missing():
+        relax.expr._update_type(expr, ty)
     return expr
 
 

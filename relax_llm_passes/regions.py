@@ -245,7 +245,8 @@ class _Selection:
             return refusal
         rank = (-region.priority, -len(nodes), min(nodes), number)
         candidate = _Candidate(region, nodes, rank)
-        return self._check_outputs(candidate) or candidate
+        refusal = self._check_outputs(candidate)  # a Refusal is falsy, hence no `or`
+        return candidate if refusal is None else refusal
 
     def _check_roles(self, region: Region, nodes: set[int]) -> Refusal | None:
         scope, view = self.scope, self.view
