@@ -17,6 +17,7 @@ from tvm import relax
 from tvm_ffi import structural_equal
 
 from . import verify
+from .cloning import new_seq
 from .errors import InputError
 from .outline import COMPOSITE_PREFIX, inline
 from .registry import PassRun, load_plugins, register_pass
@@ -277,7 +278,7 @@ class _Rewriter:
                 kind = relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else None
                 block = kind(bindings) if kind else relax.BindingBlock(bindings)
             blocks.append(block)
-        return (relax.SeqExpr(blocks, body.body), True) if changed else (body, False)
+        return (new_seq(blocks, body.body, body.ty), True) if changed else (body, False)
 
     def binding(self, name: str, binding: Any, dataflow: bool) -> list[Any]:
         if not isinstance(binding, relax.VarBinding):

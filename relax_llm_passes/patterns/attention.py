@@ -572,6 +572,7 @@ class _Finder:
 
     def _facts(self, plan: AttentionPlan) -> dict[str, Any]:
         facts: dict[str, Any] = {
+            "roles": _role_names(plan),
             "head_dim": plan.D,
             "value_dim": plan.E,
             "group": plan.group,
@@ -582,6 +583,36 @@ class _Finder:
             "zero_if_masked": plan.zero_if_masked,
         }
         return facts
+
+
+def _role_names(plan: AttentionPlan) -> list[str]:
+    """Name each input after what reads it ("query", "qkv", "past_key", "mask", "table", ...)."""
+    uses: list[tuple[str, Any]] = [("query", plan.q), ("key", plan.k), ("value", plan.v)]
+    if plan.append_k is not None and plan.append_v is not None:
+        uses += [
+            ("past_key", plan.append_k.past),
+            ("past_value", plan.append_v.past),
+            ("key", plan.append_k.new),
+            ("value", plan.append_v.new),
+        ]
+    names: list[str] = []
+    for bufr in plan.inputs:
+        readers = {
+            name
+            for name, expr in uses
+            if any(load.source.same_as(bufr) for load in buffer_loads(expr))
+        }
+        if {"query", "key", "value"} <= readers:
+            name = "qkv"
+        elif "query" in readers and "key" in readers:
+            name = "table"
+        elif len(readers) == 1:
+            name = readers.pop()
+        else:
+            name = "_".join(sorted(readers)) or "mask"
+        count = sum(1 for n in names if n == name or n.rstrip("0123456789") == name)
+        names.append(name if count == 0 else f"{name}{count}")
+    return names
 
 
 def bound_nonnegative(analyzer: Any, var: Any) -> None:

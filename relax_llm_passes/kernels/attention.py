@@ -1,0 +1,186 @@
+"""Implementations of the composite kind "attention": which kernel takes it, and how it is called.
+
+The composite's body is the program it stands for. It is read again here with the recogniser that
+found it, so a kernel computes exactly what the body says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.s_tir import renew_defs
+
+from ..dataflow import FunctionView
+from ..lower import Accept, Composite, register_implementation
+from ..report import Refusal
+from ..targets import num_threads, vector_lanes
+from .attention_cpu import attention_decode_cpu, attention_prefill_cpu, static_int
+from .attention_plan import AttentionPlan
+
+__all__ = ["CpuAttention", "emit_plan", "match_of"]
+
+_MAX_DECODE_ROWS = 16  # query rows times heads of a group that one streaming pass serves
+_SPLIT_KEYS = 512  # fewer keys than this a part do not pay for combining
+
+
+def match_of(composite: Composite) -> Any:
+    """Return the AttentionMatch of a composite's body, or a Refusal."""
+    from ..patterns.attention import AttentionMatch, find_attention
+
+    func = composite.func
+    name = "composite"
+    mod = tvm.IRModule({name: func.with_attr("global_symbol", name)})
+    found = find_attention(FunctionView(mod, name), append=True)
+    matches = [m for m in found if isinstance(m, AttentionMatch)]
+    if len(matches) != 1:
+        reasons = "; ".join(m.reason for m in found if isinstance(m, Refusal))
+        return Refusal(reasons or f"{len(matches)} attentions in one composite", "attention")
+    return matches[0]
+
+
+def emit_plan(
+    composite: Composite,
+    match: Any,
+    prim: Any,
+    args: Sequence[Any],
+    bb: relax.BlockBuilder,
+    name: str,
+) -> relax.Expr:
+    """Emit the call of a plan's PrimFunc with the composite's arguments and result type."""
+    params = list(composite.func.params)
+    operands = []
+    for leaf in match.leaves:
+        index = next((i for i, p in enumerate(params) if p.same_as(leaf)), None)
+        operands.append(leaf if index is None else args[index])
+    gvar = bb.add_func(prim, name)
+    wanted = [match.out, *match.caches]
+    results = _results(composite.func)
+    order = [next(i for i, w in enumerate(wanted) if w.same_as(r)) for r in results]
+    types = _types_for_call(composite, args)
+    by_plan = [types[order.index(i)] for i in range(len(wanted))]
+    extra = {}
+    if match.plan.tir_vars:
+        symbols = _symbols(composite, args)
+        extra["tir_vars"] = relax.ShapeExpr([symbols.get(v, v) for v in match.plan.tir_vars])
+    call = relax.call_tir(gvar, operands, by_plan if len(by_plan) > 1 else by_plan[0], **extra)
+    if order == list(range(len(wanted))):
+        return call
+    whole = bb.emit(call)
+    return relax.Tuple([relax.TupleGetItem(whole, i) for i in order])
+
+
+def _results(func: relax.Function) -> list[Any]:
+    """Return the variables that a composite returns, aliases looked through."""
+    mod = tvm.IRModule({"f": func.with_attr("global_symbol", "f")})
+    view = FunctionView(mod, "f")
+    body = view.resolve(func.body.body)
+    fields = view.fields(body)
+    return [body] if fields is None else fields
+
+
+def _symbols(composite: Composite, args: Sequence[Any]) -> dict[Any, Any]:
+    """Return the caller's sizes for the composite's symbolic sizes."""
+    found: dict[Any, Any] = {}
+    for param, arg in zip(composite.func.params, args, strict=True):
+        mine, theirs = param.ty, arg.ty
+        if isinstance(mine, relax.TensorType) and isinstance(mine.shape, relax.ShapeExpr):
+            pairs = zip(mine.shape.values, theirs.shape.values, strict=True)
+        elif isinstance(mine, relax.ShapeType) and mine.values is not None:
+            pairs = zip(mine.values, theirs.values, strict=True)
+        elif isinstance(param, tirx.Var) and tvm.ir.is_prim_expr(param):
+            found[param] = arg
+            continue
+        else:
+            continue
+        for a, b in pairs:
+            if isinstance(a, tirx.Var):
+                found[a] = b
+    return found
+
+
+def _types_for_call(composite: Composite, args: Sequence[Any]) -> list[Any]:
+    from ..cloning import map_type
+
+    ty = composite.result_ty
+    fields = list(ty.fields) if isinstance(ty, tvm.ir.TupleType) else [ty]
+    symbols = _symbols(composite, args)
+    return [map_type(f, symbols) for f in fields]
+
+
+class _Base:
+    kind = "attention"
+
+    def __init__(self) -> None:
+        self._cache: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def _match(self, composite: Composite) -> Any:
+        """Return the match, read once for each composite function."""
+        key = int(tvm_ffi.structural_hash(composite.func))
+        for func, match in self._cache.setdefault(key, []):
+            if func.same_as(composite.func):
+                return match
+        match = match_of(composite)
+        if len(self._cache) > 64:
+            self._cache.clear()
+        self._cache.setdefault(key, []).append((composite.func, match))
+        return match
+
+
+@register_implementation("attention")
+class CpuAttention(_Base):
+    """Streams the cache for a few query rows, tiles for many."""
+
+    name = "cpu.attention"
+    targets = ("llvm",)
+
+    def accepts(self, composite: Composite, target: tvm.target.Target) -> Accept | Refusal:
+        """Take every attention whose body reads as one plan."""
+        match = self._match(composite)
+        if isinstance(match, Refusal):
+            return match
+        plan = match.plan
+        if plan.append_k is not None and not _few_rows(plan):
+            return Refusal("an append with more than a few query rows", self.kind)
+        return Accept("decode, streaming" if _few_rows(plan) else "tiles")
+
+    def emit(
+        self,
+        composite: Composite,
+        args: Sequence[relax.Expr],
+        bb: relax.BlockBuilder,
+        target: tvm.target.Target,
+    ) -> relax.Expr:
+        """Emit one call_tir."""
+        match = self._match(composite)
+        plan: AttentionPlan = match.plan
+        lanes = vector_lanes(target, "float32")
+        if _few_rows(plan):
+            prim = attention_decode_cpu(plan, lanes, splits=_splits(plan, target))
+            name = "attention_decode"
+        else:
+            prim = attention_prefill_cpu(plan, lanes)
+            name = "attention_prefill"
+        return emit_plan(composite, match, renew_defs(prim), args, bb, name)
+
+
+def _few_rows(plan: AttentionPlan) -> bool:
+    rows = static_int(plan.S)
+    return rows is not None and rows * plan.group <= _MAX_DECODE_ROWS and rows <= 8
+
+
+def _splits(plan: AttentionPlan, target: tvm.target.Target) -> int:
+    """Return into how many parts the keys go so that every thread has work."""
+    threads = num_threads(target)
+    heads = 1
+    for _, extent in plan.batch:
+        heads *= static_int(extent) or 1
+    heads //= plan.group
+    if heads >= 2 * threads:
+        return 1
+    keys = static_int(plan.T)
+    parts = -(-2 * threads // max(heads, 1))
+    return parts if keys is None else max(1, min(parts, keys // _SPLIT_KEYS))
