@@ -7,13 +7,19 @@ import importlib
 # In the order of the default pipeline.
 MODULES = (
     "relax_llm_passes.fusion.canonicalize_bindings",
+    "relax_llm_passes.fusion.wkv",
+    "relax_llm_passes.fusion.group_norm_gate",
+    "relax_llm_passes.fusion.rotary_attention",
     "relax_llm_passes.fusion.partition_gemm",
     "relax_llm_passes.lower",
     "relax_llm_passes.fusion.legalize_norms",
     "relax_llm_passes.keep_effects",
     "relax_llm_passes.finish",
     "relax_llm_passes.schedule",
+    "relax_llm_passes.kernels.attention",
     "relax_llm_passes.kernels.cpu_implementation",
+    "relax_llm_passes.kernels.group_norm",
+    "relax_llm_passes.kernels.wkv",
 )
 
 for _name in MODULES:

@@ -29,7 +29,7 @@ __all__ = ["Pipeline", "default_pipeline", "deferred_pipeline", "pipeline_names"
 GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     "clean": ("CanonicalizeBindings",),
     "raise": (),
-    "fuse": ("PartitionGemm",),
+    "fuse": ("FuseWkv", "FuseGroupNormGate", "FuseRotaryAttention", "PartitionGemm"),
     "lower": ("LowerComposites", "LegalizeNorms", "SealKernels", "KeepEffects"),
 }
 
