@@ -1,0 +1,259 @@
+"""Compile TVM's CUDA code with nvcc and read back what each kernel needs of the GPU."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, UnsupportedError
+from .build import cache_dir
+
+__all__ = ["KernelResources", "compile_cubin", "cuda_sources", "nvcc_check", "nvcc_missing"]
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_DYNAMIC = re.compile(r'T\.alloc_buffer\(\((\d+),\), "(\w+)", scope="shared\.dyn"\)')
+_BITS = re.compile(r"\d+$")
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What one kernel needs on one GPU, as ptxas reports it.
+
+    Attributes
+    ----------
+    kernel, arch : str
+        e.g. "rms_norm_kernel", "sm_90".
+    registers : int
+        Per thread.
+    spills : int
+        Bytes of spill stores plus spill loads; stack is for local arrays.
+    stack : int
+        Bytes of stack per thread.
+    static_smem : int
+        Bytes of static shared memory per block.
+    dynamic_smem : int
+        Bytes of dynamic shared memory per block as compiled from TIR; -1 when it is not constant or
+        when only source text was given.
+    """
+
+    kernel: str
+    arch: str
+    registers: int
+    spills: int
+    stack: int
+    static_smem: int
+    dynamic_smem: int = -1
+
+    def within(
+        self, registers: int = 255, spills: int = 0, static_smem: int = 49152,
+        dynamic_smem: int = 49152,
+    ) -> str:  # fmt: skip
+        """Which of these limits the kernel breaks, as text; empty when none."""
+        broken = []
+        for name, limit in (("registers", registers), ("spills", spills),
+                            ("static_smem", static_smem), ("dynamic_smem", dynamic_smem)):  # fmt: skip
+            if getattr(self, name) > limit:
+                broken.append(f"{name} {getattr(self, name)} > {limit}")
+        return f"{self.kernel} on {self.arch}: {', '.join(broken)}" if broken else ""
+
+
+def _nvcc() -> str | None:
+    """Path of nvcc: on PATH, under CUDA_HOME, or from PyPI's nvidia-cuda-nvcc."""
+    found = shutil.which("nvcc")
+    if found:
+        return found
+    candidates = [Path(os.environ[v]) / "bin" / "nvcc" for v in ("CUDA_HOME", "CUDA_PATH")
+                  if v in os.environ]  # fmt: skip
+    site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    candidates += sorted(site.glob("cu*/bin/nvcc")) + sorted(site.glob("cuda_nvcc/bin/nvcc"))
+    for c in candidates:
+        if os.access(c, os.X_OK):
+            return str(c)
+    return None
+
+
+def nvcc_missing() -> str:
+    """Why nvcc cannot be used; empty when it can."""
+    if _nvcc():
+        return ""
+    return "no nvcc on PATH, under CUDA_HOME, or from the package nvidia-cuda-nvcc"
+
+
+def cuda_sources(module: Any) -> list[str]:
+    """CUDA source of every CUDA module inside a compiled executable or runtime module."""
+    found: list[str] = []
+
+    def visit(m: Any) -> None:
+        if m.kind == "cuda":
+            text = m.inspect_source()
+            if text not in found:
+                found.append(text)
+        for child in m.imports:
+            visit(child)
+
+    visit(getattr(module, "mod", module))
+    return found
+
+
+def _compile(mod: Any, target: Any, relax_pipeline: Any) -> tuple[list[str], dict[str, int]]:
+    """Sources and dynamic shared bytes per kernel, from an IRModule or a PrimFunc."""
+    import tvm
+
+    dynamic: dict[str, int] = {}
+
+    @tvm.instrument.pass_instrument
+    class ReadDynamicShared:
+        def run_after_pass(self, module: Any, info: Any) -> None:
+            if info.name != "tirx.SplitHostDevice":
+                return
+            for gvar, func in module.functions.items():
+                if not isinstance(func, tvm.tirx.PrimFunc) or "tirx.kernel_launch_params" not in (
+                    func.attrs or {}
+                ):
+                    continue
+                text = func.script()
+                total = 0
+                for size, dtype in _DYNAMIC.findall(text):
+                    bits = _BITS.search(dtype)
+                    total += int(size) * (int(bits.group(0)) if bits else 8) // 8
+                if 'scope="shared.dyn"' in text and total == 0:
+                    total = -1
+                dynamic[gvar.name_hint] = total
+
+    if isinstance(mod, tvm.tirx.PrimFunc):
+        name = str((mod.attrs or {}).get("global_symbol", "main"))
+        mod = tvm.IRModule({name: mod.with_attr("global_symbol", name)})
+    relax = any(isinstance(f, tvm.relax.Function) for f in mod.functions.values())
+    instruments = [*tvm.transform.PassContext.current().instruments, ReadDynamicShared()]
+    with tvm.transform.PassContext(instruments=instruments):
+        if relax:
+            pipeline = relax_pipeline or tvm.relax.get_default_pipeline(target)
+            built = tvm.compile(mod, target, relax_pipeline=pipeline)
+        else:
+            with target:
+                built = tvm.tirx.build(mod, target=target)
+    return cuda_sources(built), dynamic
+
+
+def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
+    """A cubin and ptxas' resource report, cached by content.
+
+    Raises
+    ------
+    UnsupportedError
+        No nvcc, or it refuses the source; the message carries its errors.
+    """
+    nvcc = _nvcc()
+    if nvcc is None:
+        raise UnsupportedError(f"cannot compile for {arch}: {nvcc_missing()}")
+    flags = [f"-arch={arch}", "-cubin", "-Xptxas", "-v", "-O3", *options]
+    stamp = f"{nvcc}{os.stat(os.path.realpath(nvcc)).st_mtime_ns}"
+    key = hashlib.sha256("\0".join([source, *flags, stamp]).encode()).hexdigest()[:24]
+    cubin, log = cache_dir() / f"{key}.cubin", cache_dir() / f"{key}.ptxas"
+    if not log.exists():
+        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="nvcc-") as work:
+            path = Path(work) / "kernel.cu"
+            path.write_text(source)
+            out = Path(work) / "kernel.cubin"
+            r = subprocess.run(
+                [nvcc, *flags, "-o", str(out), str(path)], capture_output=True, text=True
+            )
+            if r.returncode:
+                raise UnsupportedError(f"nvcc refuses the source for {arch}:\n{r.stderr[:4000]}")
+            (Path(work) / "log").write_text(r.stderr)
+            os.replace(out, cubin)
+            os.replace(Path(work) / "log", log)
+    return cubin.read_bytes(), log.read_text()
+
+
+def _parse(log: str, arch: str, dynamic: dict[str, int]) -> list[KernelResources]:
+    rows = []
+    name = ""
+    stack = spills = 0
+    for line in log.splitlines():
+        m = _ENTRY.search(line)
+        if m:
+            name = m.group(1)
+        m = _SPILLS.search(line)
+        if m:
+            stack, spills = int(m.group(1)), int(m.group(2)) + int(m.group(3))
+        m = _USED.search(line)
+        if m and name:
+            smem = _SHARED.search(line)
+            rows.append(
+                KernelResources(name, arch, int(m.group(1)), spills, stack,
+                                int(smem.group(1)) if smem else 0, dynamic.get(name, -1))  # fmt: skip
+            )
+            name = ""
+    return rows
+
+
+def nvcc_check(
+    mod: Any,
+    archs: Iterable[str] = ("sm_80", "sm_90", "sm_100"),
+    *,
+    relax_pipeline: Any = None,
+    options: Sequence[str] = (),
+) -> list[KernelResources]:
+    """Compile every CUDA kernel of a module with nvcc and read back its resources.
+
+    Parameters
+    ----------
+    mod : IRModule, PrimFunc, compiled executable, or str
+        Relax or TIR is compiled by TVM once per architecture first; text is CUDA source.
+    archs : iterable of str
+        GPU architectures.
+    relax_pipeline : optional
+        For Relax modules; default TVM's pipeline of the target.
+    options : sequence of str
+        More options for nvcc.
+
+    Returns
+    -------
+    list of KernelResources
+        One per kernel and architecture.
+
+    Raises
+    ------
+    UnsupportedError
+        No nvcc (ask :func:`nvcc_missing` first), or it refuses a kernel.
+    """
+    import tvm
+
+    from .harness import cuda_target
+
+    jobs: list[tuple[str, str, dict[str, int]]] = []
+    for arch in archs:
+        dynamic: dict[str, int] = {}
+        if isinstance(mod, str):
+            sources = [mod]
+        elif isinstance(mod, (tvm.IRModule, tvm.tirx.PrimFunc)):
+            sources, dynamic = _compile(mod, cuda_target(arch), relax_pipeline)
+        else:
+            sources = cuda_sources(mod)
+        if not sources:
+            raise InputError("the module holds no CUDA code")
+        jobs += [(s, arch, dynamic) for s in sources]
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        logs = list(pool.map(lambda j: compile_cubin(j[0], j[1], options)[1], jobs))
+    return [row for log, (_, arch, dynamic) in zip(logs, jobs, strict=True)
+            for row in _parse(log, arch, dynamic)]  # fmt: skip
+
+
+def to_json(rows: Iterable[KernelResources]) -> str:
+    """The rows as a JSON array."""
+    return json.dumps([asdict(r) for r in rows], indent=1)
