@@ -26,6 +26,7 @@ from .cpu_axpy import emit_axpy, emit_axpy_panels
 from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
 from .cpu_gemv import emit_dot_rows
 from .cpu_panels import emit_panel_product
+from .cpu_quantized import emit_quantised_gemv
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles, cpu_tiles
 
@@ -40,6 +41,8 @@ def skinny_limit(spec: GemmSpec) -> int:
     Packing a panel costs about as much as the products of a few rows; measured on (N, K) weights
     the two ways meet near 16 rows. For (K, N) weights packing is a copy and pays at once.
     """
+    if spec.quant is not None:
+        return 4
     return 16 if spec.layout == "NK" else 1
 
 
@@ -58,7 +61,9 @@ def _as_float32(buffer: Any, size: Any, tiles: CpuTiles) -> Any:
 
 def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None:
     lhs = _as_float32(buffers["lhs"], i64(spec.k), tiles)
-    if spec.layout == "packed":
+    if spec.quant is not None:
+        emit_quantised_gemv(spec, tiles, buffers, lhs)
+    elif spec.layout == "packed":
         emit_axpy_panels(spec, tiles, buffers, lhs)
     elif spec.layout == "KN":
         emit_axpy(spec, tiles, buffers, lhs)
@@ -83,7 +88,7 @@ def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any)
 def _check(spec: GemmSpec) -> None:
     for what, dtype in (
         ("lhs", spec.lhs_dtype),
-        ("rhs", spec.rhs_dtype),
+        ("rhs", spec.rhs_dtype if spec.quant is None else "float32"),
         ("out", spec.out_dtype),
     ):
         if dtype not in _FLOATS:

@@ -29,6 +29,8 @@ class CpuTiles:
         Accumulators of one dot product of a matrix-vector product; hides the latency of an add.
     cores : int
         Threads to cut work for.
+    dot16 : str
+        LLVM's name of the instruction that multiplies vectors of int16 and adds neighbours, or "".
     """
 
     lanes: int
@@ -38,6 +40,7 @@ class CpuTiles:
     dot_columns: int
     streams: int
     cores: int
+    dot16: str = ""
 
     @property
     def columns(self) -> int:
@@ -67,4 +70,15 @@ def cpu_tiles(target: tvm.target.Target) -> CpuTiles:
         dot_columns=4 if many else 2,
         streams=4,
         cores=num_threads(target),
+        dot16=_dot16(target, lanes),
     )
+
+
+def _dot16(target: tvm.target.Target, lanes: int) -> str:
+    name, feature = {
+        4: ("llvm.x86.sse2.pmadd.wd", "sse2"),
+        8: ("llvm.x86.avx2.pmadd.wd", "avx2"),
+        16: ("llvm.x86.avx512.pmaddw.d.512", "avx512bw"),
+    }.get(lanes, ("", ""))
+    has = tvm.get_global_func("target.target_has_feature", allow_missing=True)
+    return name if name and has is not None and has(feature, target) else ""
