@@ -166,7 +166,14 @@ def type_vars(ty: Any) -> list[Var]:
             return []
     elif isinstance(ty, tvm.ir.TupleType):
         return list(dict.fromkeys(v for field in ty.fields[:] for v in type_vars(field)))
-    elif not isinstance(ty, (relax.ShapeType, relax.FuncType)):
+    elif isinstance(ty, relax.FuncType):
+        if ty.params is None:
+            return []
+        params = tvm.ir.TupleType(ty.params)
+        bound = set(relax.analysis.definable_tir_vars_in_type(params))
+        whole = tvm.ir.TupleType([*ty.params[:], ty.ret])
+        return [v for v in type_vars(whole) if v not in bound]
+    elif not isinstance(ty, relax.ShapeType):
         return []
     return list(relax.analysis.tir_vars_in_type(ty))
 
@@ -285,6 +292,8 @@ class FunctionView:
         self._alias: dict[Var, Expr] = {}
         self._why: dict[Var, str] = {}
         self._tuples: dict[Var, Tuple] = {}
+        # Tuples that were put together again: names of the whole, whose fields have names too.
+        self._again: dict[Var, Tuple] = {}
         self._reads: list[list[Var]] = []
         self._users: dict[Var, list[Binding]] | None = None
         self._outputs: set[Var] | None = None
@@ -318,6 +327,9 @@ class FunctionView:
         self._reads.append(list(reads))
         if kind in _VAR_TYPES:
             self._set_alias(var, self.resolve(value), "variable")
+            again = self._lookup("_again", value)
+            if again is not None:
+                self._again[var] = again
         elif kind is GenericConst or kind in _IMMEDIATES or kind is GlobalVar:
             self._set_alias(var, value, "constant")
         elif kind is TupleGetItem:
@@ -328,6 +340,7 @@ class FunctionView:
             whole = self._rebuilt(value)
             if whole is not None:
                 self._set_alias(var, whole, "tuple")
+                self._again[var] = value
             else:
                 self._tuples[var] = value
         elif kind is Call and self._is_noop is not None:
@@ -356,23 +369,29 @@ class FunctionView:
             self.children.append(child)
             reads.update(dict.fromkeys(child.free_vars()))
 
+    def _lookup(self, table: str, var: Expr) -> Any:
+        scope: FunctionView | None = self
+        while scope is not None:
+            found = getattr(scope, table).get(var)
+            if found is not None:
+                return found
+            scope = scope.parent
+        return None
+
     def _find_tuple(self, expr: Expr) -> Tuple | None:
         if type(expr) is Tuple:
             return expr
-        scope: FunctionView | None = self
-        while scope is not None:
-            if expr in scope._tuples:
-                return scope._tuples[expr]
-            scope = scope.parent
-        return None
+        return self._lookup("_tuples", expr) if type(expr) in _VAR_TYPES else None
 
     def _field(self, item: TupleGetItem) -> Expr | None:
         """Return what `(a, b)[0]` is, or None when the tuple is not built in sight."""
         source = item.tuple_value
-        source = self._field(source) if type(source) is TupleGetItem else self.resolve(source)
-        if source is None:
-            return None
-        built = self._find_tuple(source)
+        built = self._lookup("_again", source) if type(source) in _VAR_TYPES else None
+        if built is None:
+            source = self._field(source) if type(source) is TupleGetItem else self.resolve(source)
+            if source is None:
+                return None
+            built = self._find_tuple(source)
         if built is None or item.index >= len(built.fields):
             return None
         return self.resolve(built.fields[item.index])

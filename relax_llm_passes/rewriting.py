@@ -8,7 +8,7 @@ outside the block reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,7 +206,7 @@ class Writer:
         view = draft.view
         blocks = _blocks(draft)
         leaving = _leaving(draft, blocks)
-        names = _outer_names(view, leaving)
+        names = _Names(view, leaving)
         changed = draft.changed
         written: list[tuple[bool, list[Binding]]] = []
         for dataflow, items in blocks:
@@ -235,14 +235,14 @@ class Writer:
         dataflow: bool,
         item: Item,
         leaving: set[Var],
-        names: dict[Var, str],
+        names: _Names,
     ) -> Binding:
         """Make the bound variable of the kind that its place and its uses ask for."""
         var = binding.var
         inner = dataflow and var not in leaving
-        if inner and isinstance(var.ty, (PrimType, ShapeType)) and type(var) is not DataflowVar:
-            inner = False  # such a variable may stand in types, where a DataflowVar may not
-        name = names.get(var) if not inner and type(var) is DataflowVar else None
+        if inner and type(var) is not DataflowVar and isinstance(var.ty, (PrimType, ShapeType)):
+            inner = var not in names.in_types()  # where a DataflowVar may not stand
+        name = names.outer.get(var) if not inner and type(var) is DataflowVar else None
         if inner == (type(var) is DataflowVar) and name is None:
             return binding
         new = rename(var, inner, name)
@@ -294,18 +294,36 @@ def _leaving(draft: Draft, blocks: list[tuple[bool, list[Item]]]) -> set[Var]:
     return leaving
 
 
-def _outer_names(view: FunctionView, leaving: Iterable[Var]) -> dict[Var, str]:
-    """Return the user's name for values that had a Var only as an alias: `gv = lv` in a block."""
-    wanted = set(leaving)
-    names: dict[Var, str] = {}
-    for binding in view.bindings:
-        var = binding.var
-        if type(var) is DataflowVar or not view.is_alias(var):
-            continue
-        target = view.resolve(var)
-        if is_var(target) and target in wanted and target not in names:
-            names[target] = var.name
-    return names
+class _Names:
+    """What is needed to choose kinds and names of a scope's variables."""
+
+    def __init__(self, view: FunctionView, leaving: set[Var]) -> None:
+        self.view = view
+        self.outer = self._outer_names(leaving)
+        self._in_types: set[Var] | None = None
+
+    def _outer_names(self, leaving: set[Var]) -> dict[Var, str]:
+        """Return the user's name for values with a Var only as an alias: `gv = lv` in a block."""
+        names: dict[Var, str] = {}
+        for binding in self.view.bindings:
+            var = binding.var
+            if type(var) is DataflowVar or not self.view.is_alias(var):
+                continue
+            target = self.view.resolve(var)
+            if is_var(target) and target in leaving:
+                names.setdefault(target, var.name)
+        return names
+
+    def in_types(self) -> set[Var]:
+        """Return the variables that stand in types of this scope and of those inside it."""
+        if self._in_types is None:
+            self._in_types = {
+                var
+                for scope in self.view.scopes()
+                for binding in scope.bindings
+                for var in type_vars(binding.var.ty)
+            }
+        return self._in_types
 
 
 def write_function(draft: Draft) -> Function:
