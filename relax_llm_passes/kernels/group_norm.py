@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm
-from tvm import relax, s_tir, tirx
+from tvm import relax, tirx
 
 from ..errors import InputError
 from ..lower import Accept, Composite, register_implementation
@@ -277,7 +277,7 @@ class GroupNormGate:
     ) -> relax.Expr:
         """Emit one call_tir."""
         program, roles = gated_program(composite, target)
-        func = s_tir.renew_defs(build(program, target))
+        func = build(program, target)
         gvar = bb.add_func(func, program.name)
         operands = [args[composite.roles[role]] for role in roles]
         return relax.call_tir(gvar, operands, result_type(composite, args))

@@ -564,12 +564,11 @@ def _emit_split(prog: RowProgram, plan: CudaPlan, flat: list[Any]) -> None:
         rstd = T.alloc_buffer((1,), prog.acc, scope="local")
         T.buffer_store(rstd, prog.finish_moments(total[0] / count), [0])
         body.scalars = [base[0], delta[0], rstd[0]]
-        body.updates = [(prog.stages[0].update, body.scalars)]
-        for i in range(plan.chunks * plan.vector):
-            for r, x in zip(
-                body.regs,
-                prog.stages[0].update([r[i] for r in body.regs], body.scalars),
-                strict=True,
-            ):
-                T.buffer_store(r, x, [i])
+        update = prog.stages[0].update
+        if update is not None:
+            body.updates = [(update, body.scalars)]
+            for i in range(plan.chunks * plan.vector):
+                new = update([r[i] for r in body.regs], body.scalars)
+                for r, x in zip(body.regs, new, strict=True):
+                    T.buffer_store(r, x, [i])
         body.store()

@@ -31,7 +31,9 @@ from .norm_program import (
 __all__ = [
     "Extra",
     "NormSpec",
+    "accumulator",
     "axis_domain",
+    "count_of",
     "group_domain",
     "norm_program",
     "reduction_program",
@@ -112,7 +114,8 @@ def group_domain(
     return out
 
 
-def _count(length: Any, acc: str) -> Any:
+def count_of(length: Any, acc: str) -> Any:
+    """Return a row's length in the accumulator type."""
     return tirx.const(length, acc) if isinstance(length, int) else tirx.Cast(acc, length)
 
 
@@ -150,7 +153,7 @@ def norm_program(spec: NormSpec) -> RowProgram:
     program = RowProgram(
         spec.name, tensors, axes, loads[:first], init, [], [], loads[first:-1], width, acc
     )
-    count = _count(program.length, acc)
+    count = count_of(program.length, acc)
 
     def rstd(variance: Any) -> Any:
         return one / tirx.sqrt(variance + eps)
@@ -271,7 +274,7 @@ def reduction_program(
     program = RowProgram(
         kind, tensors, axes, loads[:1], lambda raw: [raw[0]], [], [], contiguous=width, acc=acc
     )
-    count = _count(program.length, acc)
+    count = count_of(program.length, acc)
     zero = tirx.const(0, acc)
     if kind in ("variance", "std"):
 

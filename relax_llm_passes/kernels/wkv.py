@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tvm
-from tvm import relax, s_tir, tirx
+from tvm import relax, tirx
 
 from ..errors import InputError
 from ..lower import Accept, Composite, register_implementation
@@ -112,7 +112,7 @@ class WkvToken:
         """Emit one call_tir with two results, in the composite's order."""
         spec = wkv_spec(composite)
         cuda = target.kind.name == "cuda"
-        func = s_tir.renew_defs(emit_wkv_cuda(spec) if cuda else emit_wkv_cpu(spec, target))
+        func = emit_wkv_cuda(spec) if cuda else emit_wkv_cpu(spec, target)
         gvar = bb.add_func(func, "wkv7" if spec.delta else "wkv")
         operands = [args[composite.roles[role]] for role in spec.roles]
         fields = list(result_type(composite, args).fields)

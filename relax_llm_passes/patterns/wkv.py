@@ -269,6 +269,8 @@ class _Finder:
         for reader in self.readers(new_state):
             got = self.operands(reader, "relax.matmul")
             if got is not None and got[0].same_as(new_state):
+                if static((view.shape(got[1]) or (0,))[-1]) != 1:
+                    continue  # the next token's product with a b
                 if out is not None:
                     raise _Stop("two products read the new state")
                 out = reader
