@@ -22,7 +22,9 @@ __all__ = ["ScheduleKernels", "schedule_rules"]
 
 
 def _own_rules(target: tvm.target.Target) -> list[Any]:
-    rules: list[Any] = []
+    from .kernels.norm_rules import norm_rules
+
+    rules: list[Any] = norm_rules(target)
     if target.kind.name == "llvm":
         from .kernels.cpu_schedule import cpu_rules
 

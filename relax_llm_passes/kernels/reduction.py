@@ -400,10 +400,27 @@ class _Reader:
         for block in self.stages:
             at = self.to_row(block)
             stage_values.append([self.expand(substitute(v, at)) for v in block.values])
+        for values in stage_values:
+            for value in values:
+                self.refuse_contraction(value)
         self.find_order_all(stage_values)
         stages = self.two_pass(stage_values)
         results = self.results()
         return _assemble(self, stages, results)
+
+    def refuse_contraction(self, value: Any) -> None:
+        """Decline products of matrices and vectors: other rules are made for those."""
+        axes = [*self.row.outer, *self.row.reduced]
+        loads = _loads(value)
+        spans = [[v for v in axes if _mentions(load, v)] for load in loads]
+        if not any(len(s) == len(axes) for s in spans):
+            raise Unreadable("no tensor has all the axes: a contraction")
+        while isinstance(value, tirx.Cast):
+            value = value.value
+        if isinstance(value, tirx.Mul):
+            sources = {load.source for load in loads}
+            if len(sources) > 1 and any(len(s) < len(axes) for s in spans):
+                raise Unreadable("a product of a matrix and a vector")
 
     def find_order_all(self, stage_values: list[list[Any]]) -> None:
         for values in stage_values:
