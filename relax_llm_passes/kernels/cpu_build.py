@@ -86,6 +86,17 @@ def let(value: Any) -> Any:
     return T.bind(i64(value)) if isinstance(value, int) else T.bind(value)
 
 
+def keep(value: Any, lanes: int, dtype: str = "float32") -> Any:
+    """Hold a vector in a local buffer, so that no later pass writes its expression out again.
+
+    TVM's simplifiers replace a bound variable by its expression wherever it is read. A chain of
+    `let`s that reads each value twice then grows as 2^length: a GELU took 20 s to compile.
+    """
+    buffer = local(lanes, dtype)
+    store(buffer, value, 0, lanes)
+    return load(buffer, 0, lanes, dtype)
+
+
 def local(size: int, dtype: str = "float32") -> Any:
     """Allocate on the stack; with constant indices LLVM keeps it in registers."""
     return T.alloc_buffer((i64(size),), dtype, scope="local")

@@ -14,7 +14,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import let, splat
+from .cpu_build import keep, splat
 
 __all__ = ["erf", "exp", "gelu_erf", "gelu_tanh", "sigmoid", "silu", "tanh"]
 
@@ -58,7 +58,8 @@ _LN2_LOW = -2.12194440e-4
 def _polynomial(x: Any, coefficients: Sequence[float], lanes: int) -> Any:
     value = splat(coefficients[-1], lanes)
     for c in reversed(coefficients[:-1]):
-        value = value * x + splat(c, lanes)
+        # Bound at every step: TVM's simplifiers take exponential time on deep products.
+        value = keep(value * x + splat(c, lanes), lanes)
     return value
 
 
@@ -73,56 +74,58 @@ def _type(dtype: str, lanes: int) -> str:
 
 def exp(x: Any, lanes: int) -> Any:
     """Return e^x of fp32 vectors; 0 below -87.33, infinity above 88.37, NaN stays."""
-    clamped = let(tirx.min(tirx.max(x, splat(-87.33, lanes)), splat(88.37, lanes)))
-    n = let(tirx.floor(clamped * splat(1.4426950408889634, lanes) + splat(0.5, lanes)))
-    r = let(clamped - n * splat(_LN2_HIGH, lanes) - n * splat(_LN2_LOW, lanes))
+    clamped = keep(tirx.min(tirx.max(x, splat(-87.33, lanes)), splat(88.37, lanes)), lanes)
+    n = keep(tirx.floor(clamped * splat(1.4426950408889634, lanes) + splat(0.5, lanes)), lanes)
+    r = keep(clamped - n * splat(_LN2_HIGH, lanes) - n * splat(_LN2_LOW, lanes), lanes)
     value = _polynomial(r, _EXP, lanes) * (r * r) + r + splat(1.0, lanes)
     exponent = tirx.Cast(_type("int32", lanes), n) + splat(127, lanes, "int32")
     two_n = tirx.reinterpret(_type("float32", lanes), exponent << splat(23, lanes, "int32"))
-    result = let(value * two_n)
-    result = tirx.Select(x < splat(-87.33, lanes), splat(0.0, lanes), result)
-    result = tirx.Select(x > splat(88.37, lanes), splat(float("inf"), lanes), result)
-    return let(tirx.Select(tirx.NE(x, x), x, result))
+    result = keep(value * two_n, lanes)
+    result = keep(tirx.Select(x < splat(-87.33, lanes), splat(0.0, lanes), result), lanes)
+    result = keep(tirx.Select(x > splat(88.37, lanes), splat(float("inf"), lanes), result), lanes)
+    return keep(tirx.Select(tirx.NE(x, x), x, result), lanes)
 
 
 def sigmoid(x: Any, lanes: int) -> Any:
     """Return 1 / (1 + e^-x)."""
-    return let(splat(1.0, lanes) / (splat(1.0, lanes) + exp(let(-x), lanes)))
+    return keep(splat(1.0, lanes) / (splat(1.0, lanes) + exp(keep(-x, lanes), lanes)), lanes)
 
 
 def silu(x: Any, lanes: int) -> Any:
     """Return x / (1 + e^-x)."""
-    return let(x / (splat(1.0, lanes) + exp(let(-x), lanes)))
+    return keep(x / (splat(1.0, lanes) + exp(keep(-x, lanes), lanes)), lanes)
 
 
 def tanh(x: Any, lanes: int) -> Any:
     """Return the hyperbolic tangent."""
-    size = let(_abs(x, lanes))
-    e = exp(let(size * splat(-2.0, lanes)), lanes)
-    far = let((splat(1.0, lanes) - e) / (splat(1.0, lanes) + e))
-    far = tirx.Select(x < splat(0.0, lanes), -far, far)
-    z = let(x * x)
+    size = keep(_abs(x, lanes), lanes)
+    e = exp(keep(size * splat(-2.0, lanes), lanes), lanes)
+    far = keep((splat(1.0, lanes) - e) / (splat(1.0, lanes) + e), lanes)
+    far = keep(tirx.Select(x < splat(0.0, lanes), -far, far), lanes)
+    z = keep(x * x, lanes)
     near = x + x * z * _polynomial(z, _TANH, lanes)
-    return let(tirx.Select(size < splat(0.625, lanes), near, far))
+    return keep(tirx.Select(size < splat(0.625, lanes), near, far), lanes)
 
 
 def erf(x: Any, lanes: int) -> Any:
     """Return the error function."""
-    size = let(_abs(x, lanes))
-    inside = let(tirx.min(size, splat(4.0, lanes)))
-    far = let(splat(1.0, lanes) - exp(let(_polynomial(inside, _LOG_ERFC, lanes)), lanes))
-    far = tirx.Select(x < splat(0.0, lanes), -far, far)
-    near = x * _polynomial(let(x * x), _ERF, lanes)
-    return let(tirx.Select(size < splat(1.0, lanes), near, far))
+    size = keep(_abs(x, lanes), lanes)
+    inside = keep(tirx.min(size, splat(4.0, lanes)), lanes)
+    far = keep(
+        splat(1.0, lanes) - exp(keep(_polynomial(inside, _LOG_ERFC, lanes), lanes), lanes), lanes
+    )
+    far = keep(tirx.Select(x < splat(0.0, lanes), -far, far), lanes)
+    near = x * _polynomial(keep(x * x, lanes), _ERF, lanes)
+    return keep(tirx.Select(size < splat(1.0, lanes), near, far), lanes)
 
 
 def gelu_erf(x: Any, lanes: int) -> Any:
     """Return x Phi(x), Phi the normal distribution function."""
-    half = let(x * splat(0.5, lanes))
-    return let(half + half * erf(let(x * splat(0.7071067811865476, lanes)), lanes))
+    half = keep(x * splat(0.5, lanes), lanes)
+    return keep(half + half * erf(keep(x * splat(0.7071067811865476, lanes), lanes), lanes), lanes)
 
 
 def gelu_tanh(x: Any, lanes: int) -> Any:
     """Return x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), written as x sigmoid(2 ...)."""
-    cubic = x + x * x * x * splat(0.044715, lanes)
-    return let(x * sigmoid(let(cubic * splat(1.5957691216057308, lanes)), lanes))
+    cubic = keep(x + keep(x * x, lanes) * x * splat(0.044715, lanes), lanes)
+    return keep(x * sigmoid(keep(cubic * splat(1.5957691216057308, lanes), lanes), lanes), lanes)
