@@ -189,10 +189,14 @@ class LowerOptions:
         Names of implementations asked before all others (`cublas.lt+cpu.gemv`).
     avoid : tuple[str, ...]
         Names of implementations that are not asked.
+    strict : bool
+        Raise when an implementation that accepted fails to build its kernel. Off, that is a
+        refusal, and the original program stays.
     """
 
     prefer: tuple[str, ...] = ()
     avoid: tuple[str, ...] = ()
+    strict: bool = False
 
 
 def choose(
@@ -311,18 +315,20 @@ class _Rewriter:
             bb._begin_dataflow_block()
         else:
             bb._begin_binding_block()
+        problem = ""
         try:
-            result = impl.emit(composite, list(call.args), bb, self.target)
-            result = bb.normalize(result)
+            result = bb.normalize(impl.emit(composite, list(call.args), bb, self.target))
+            if not structural_equal(result.ty, call.ty):
+                problem = f"{impl.name} emitted {result.ty}, the composite has {call.ty}"
+        except Exception as error:
+            # A kernel that cannot be built costs speed; the program itself is still there.
+            if self.run.options.strict:
+                raise
+            problem = f"{impl.name} failed: {type(error).__name__}: {error}".splitlines()[0]
         finally:
             block = bb._end_block()
-        if not structural_equal(result.ty, call.ty):
-            self.run.record.refuse(
-                f"{impl.name} emitted {result.ty}, the composite has {call.ty}",
-                composite.kind,
-                name,
-                binding.var.name,
-            )
+        if problem:
+            self.run.record.refuse(problem, composite.kind, name, binding.var.name)
             self.choices[composite.name] = None
             return [binding]
         self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name)
