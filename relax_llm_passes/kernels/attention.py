@@ -19,9 +19,10 @@ from ..lower import Accept, Composite, register_implementation
 from ..report import Refusal
 from ..targets import num_threads, vector_lanes
 from .attention_cpu import attention_decode_cpu, attention_prefill_cpu, static_int
+from .attention_cuda import attention_decode_cuda, attention_prefill_cuda, decode_lanes
 from .attention_plan import AttentionPlan
 
-__all__ = ["CpuAttention", "emit_plan", "match_of"]
+__all__ = ["CpuAttention", "CudaAttention", "emit_plan", "match_of"]
 
 _MAX_DECODE_ROWS = 16  # query rows times heads of a group that one streaming pass serves
 _SPLIT_KEYS = 512  # fewer keys than this a part do not pay for combining
@@ -167,9 +168,9 @@ class CpuAttention(_Base):
         return emit_plan(composite, match, renew_defs(prim), args, bb, name)
 
 
-def _few_rows(plan: AttentionPlan) -> bool:
+def _few_rows(plan: AttentionPlan, most: int = _MAX_DECODE_ROWS) -> bool:
     rows = static_int(plan.S)
-    return rows is not None and rows * plan.group <= _MAX_DECODE_ROWS and rows <= 8
+    return rows is not None and rows * plan.group <= most and rows <= 8
 
 
 def _splits(plan: AttentionPlan, target: tvm.target.Target) -> int:
@@ -184,3 +185,68 @@ def _splits(plan: AttentionPlan, target: tvm.target.Target) -> int:
     keys = static_int(plan.T)
     parts = -(-2 * threads // max(heads, 1))
     return parts if keys is None else max(1, min(parts, keys // _SPLIT_KEYS))
+
+
+_BLOCKS_TO_FILL = 128  # about the number of multiprocessors of an A100 or H100
+_SPLIT_KEYS_CUDA = 128
+_SHARED_BYTES = 47 * 1024
+
+
+@register_implementation("attention")
+class CudaAttention(_Base):
+    """One launch for decode (two when the keys are split), one for prefill."""
+
+    name = "cuda.attention"
+    targets = ("cuda",)
+
+    def accepts(self, composite: Composite, target: tvm.target.Target) -> Accept | Refusal:
+        """Take what fits registers and shared memory."""
+        match = self._match(composite)
+        if isinstance(match, Refusal):
+            return match
+        plan = match.plan
+        if _few_rows(plan, _MAX_DECODE_ROWS_CUDA) and _decode_shared(plan) <= _SHARED_BYTES:
+            return Accept("decode")
+        if plan.append_k is not None:
+            return Refusal("an append with more query rows than one block serves", self.kind)
+        if max(plan.D, plan.E) > 256:
+            return Refusal(f"head dim {plan.D} (value {plan.E}) above 256", self.kind)
+        return Accept("tiles, float32 arithmetic")
+
+    def emit(
+        self,
+        composite: Composite,
+        args: Sequence[relax.Expr],
+        bb: relax.BlockBuilder,
+        target: tvm.target.Target,
+    ) -> relax.Expr:
+        """Emit one call_tir."""
+        match = self._match(composite)
+        plan: AttentionPlan = match.plan
+        if _few_rows(plan, _MAX_DECODE_ROWS_CUDA) and _decode_shared(plan) <= _SHARED_BYTES:
+            prim = attention_decode_cuda(plan, splits=_cuda_splits(plan))
+            name = "attention_decode"
+        else:
+            prim, name = attention_prefill_cuda(plan), "attention_prefill"
+        return emit_plan(composite, match, renew_defs(prim), args, bb, name)
+
+
+_MAX_DECODE_ROWS_CUDA = 8
+
+
+def _decode_shared(plan: AttentionPlan) -> int:
+    lanes, _ = decode_lanes(plan.D, 32)
+    return 128 // lanes * (plan.E + 2) * 4
+
+
+def _cuda_splits(plan: AttentionPlan) -> int:
+    """Return how many blocks share the keys of one group of heads."""
+    blocks = 1
+    for _, extent in plan.batch:
+        blocks *= static_int(extent) or 1
+    blocks = max(1, blocks // plan.group)
+    parts = -(-_BLOCKS_TO_FILL // blocks)
+    keys = static_int(plan.T)
+    if keys is not None:
+        parts = min(parts, keys // _SPLIT_KEYS_CUDA)
+    return max(1, min(parts, 16))
