@@ -64,7 +64,7 @@ def emit_quantised_gemv(
     quant = spec.quant
     assert quant is not None
     lanes, n, k, per = tiles.lanes, spec.n, spec.k, quant.per_word
-    vectors, step_words = words_per_step(quant, lanes)
+    _, step_words = words_per_step(quant, lanes)
     steps = k // (step_words * per)
     done = steps * step_words * per
     read = row_reader(spec, buffers)

@@ -1,10 +1,11 @@
 """The same for left operands of 16 bits: integer products.
 
-A 16-bit float times a small integer needs no fp32 multiplier: the left operand becomes int16 with a
-power of two a group (the smallest that holds the group's largest value), and x86 multiplies int16
-and adds neighbours in one instruction. That is exact for every fp16 or bf16 value within 2^-4 (fp16)
-or 2^-7 (bf16) of the group's largest, and off by at most 2^-16 of the largest for smaller ones:
-below what rounding the inputs to 16 bits already costs. Sums of a group are exact in int32.
+A 16-bit float times a small integer needs no fp32 multiplier: the left operand becomes int16 with
+a power of two a group (the smallest that holds the group's largest value), and x86 multiplies int16
+and adds neighbours in one instruction. That is exact for every value within 2^-4 (fp16) or 2^-7
+(bf16) of the group's largest, and off by at most 2^-16 of the largest for smaller ones: below what
+rounding the inputs to 16 bits already costs. Sums of a group are exact in int32. A group with a NaN
+or an infinity gives NaN.
 """
 
 from __future__ import annotations
