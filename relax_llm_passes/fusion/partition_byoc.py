@@ -97,10 +97,7 @@ def _grow(view: FunctionView, body: _Body, library: _Library, region: Region) ->
     binding = following("relax.add")
     other = other_side(binding) if binding is not None else None
     shape = dims(other) if other is not None else None
-    product_on_left = binding is not None and _same(
-        view.resolve(binding.value.args[0]), body.result
-    )
-    if binding is None or other is None or not shape or not product_on_left:
+    if binding is None or other is None or not shape:
         return
     if static(shape[-1]) is None or static(shape[-1]) != static(n):
         return
@@ -253,7 +250,7 @@ def _bound(choose: Any, bind_constants: bool) -> Any:
         if isinstance(region, Region):
             # A constant without a role stays inside.
             region.roles = {
-                k: v for k, v in region.roles.items() if not isinstance(v, relax.Constant)
+                k: v for k, v in region.roles.items() if not isinstance(v, tvm.ir.GenericConst)
             }
         return region
 

@@ -29,7 +29,7 @@ from ..report import PassRecord, Refusal
 from ..rewriting import Draft, draft_scope, replace_functions, write_function
 from .duplicate_views import duplicate_views
 
-__all__ = ["PartitionGemm", "PartitionGemmOptions", "find_regions", "prepare"]
+__all__ = ["PartitionGemm", "PartitionGemmOptions", "partition", "prepare"]
 
 Choose = Callable[[FunctionView, GemmMatch], "Region | Refusal"]
 
@@ -58,19 +58,28 @@ def _functions(mod: tvm.IRModule) -> list[tvm.ir.GlobalVar]:
     ]
 
 
-def prepare(mod: tvm.IRModule, gvar: tvm.ir.GlobalVar) -> tvm.IRModule:
-    """Return the module with shared views duplicated for the products of one function."""
-    root = FunctionView(mod, gvar)
+Found = list[tuple[FunctionView, list["GemmMatch | Refusal"]]]
+
+
+def _find(mod: tvm.IRModule, gvar: tvm.ir.GlobalVar, copy_shared: bool) -> Found:
+    return [(view, match_gemms(view, copy_shared)) for view in FunctionView(mod, gvar).scopes()]
+
+
+def prepare(
+    mod: tvm.IRModule, gvar: tvm.ir.GlobalVar, copy_views: bool = True
+) -> tuple[tvm.IRModule, Found]:
+    """Duplicate shared views for the products of one function; return what is found then."""
+    found = _find(mod, gvar, copy_views)
     drafts: dict[int, Draft] = {}
-    for view in root.scopes():
-        matches = [m for m in match_gemms(view, copy_shared=True) if isinstance(m, GemmMatch)]
-        draft = duplicate_views(view, matches)
+    for view, matches in found:
+        draft = duplicate_views(view, [m for m in matches if isinstance(m, GemmMatch)])
         if draft is not None:
             drafts[id(view)] = draft
     if not drafts:
-        return mod
-    whole = _nest(root, drafts)
-    return replace_functions(mod, {gvar: write_function(whole)}, {}, set())
+        return mod, found
+    whole = _nest(found[0][0], drafts)
+    mod = replace_functions(mod, {gvar: write_function(whole)}, {}, set())
+    return mod, _find(mod, gvar, False)
 
 
 def _nest(view: FunctionView, drafts: dict[int, Draft]) -> Draft:
@@ -82,19 +91,6 @@ def _nest(view: FunctionView, drafts: dict[int, Draft]) -> Draft:
         draft.children.setdefault(view.position(child.owner.var), []).append(inner)
         draft.changed = draft.changed or inner.changed
     return draft
-
-
-def find_regions(
-    mod: tvm.IRModule, gvar: tvm.ir.GlobalVar, choose: Choose
-) -> tuple[list[Region], list[Refusal]]:
-    """Return the regions of one function, all scopes, that `choose` gives; and the refusals."""
-    regions: list[Region] = []
-    refusals: list[Refusal] = []
-    for view in FunctionView(mod, gvar).scopes():
-        for found in match_gemms(view):
-            answer = choose(view, found) if isinstance(found, GemmMatch) else found
-            (refusals if isinstance(answer, Refusal) else regions).append(answer)  # type: ignore[arg-type]
-    return regions, refusals
 
 
 def _ours(view: FunctionView, match: GemmMatch) -> Region:
@@ -111,9 +107,16 @@ def partition(
 ) -> tvm.IRModule:
     """Outline the GEMMs of every function in the form that `choose` gives them."""
     for gvar in _functions(mod):
-        if copy_views:
-            mod = prepare(mod, gvar)
-        regions, refusals = find_regions(mod, gvar, choose)
+        mod, found = prepare(mod, gvar, copy_views)
+        regions: list[Region] = []
+        refusals: list[Refusal] = []
+        for view, matches in found:
+            for match in matches:
+                answer = choose(view, match) if isinstance(match, GemmMatch) else match
+                if isinstance(answer, Refusal):
+                    refusals.append(answer)
+                else:
+                    regions.append(answer)
         excluded: list[Refusal] = []
         if regions:
             mod, excluded = outline(mod, gvar, regions)

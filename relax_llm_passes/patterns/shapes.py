@@ -20,7 +20,7 @@ def dims(expr: relax.Expr) -> list[Any] | None:
         return None
     shape = ty.shape
     if isinstance(shape, relax.ShapeExpr):
-        return list(shape.values)
+        return list(shape.values[:])  # one call into C++ instead of one per item
     values = getattr(getattr(shape, "ty", None), "values", None)
     return None if values is None else list(values)
 
