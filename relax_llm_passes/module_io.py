@@ -166,6 +166,11 @@ def _decorated(node: ast.stmt) -> bool:
     return False
 
 
+def _relax_function(node: ast.FunctionDef) -> bool:
+    decorators = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+    return any(isinstance(d, ast.Attribute) and d.attr == "function" for d in decorators)
+
+
 def _imports(node: ast.Import | ast.ImportFrom) -> dict[str, Any]:
     """Return what an import of TVM's own modules binds; other packages' code is not run."""
     names: dict[str, Any] = {}
@@ -244,6 +249,10 @@ def parse_script(text: str, name: str = "<text>") -> tvm.IRModule:
         names = ", ".join(n.name for n in classes)
         raise InputError(f"{name} has {len(classes)} modules ({names}); expected one")
     node = (classes or found)[0]
+    for function in (n for n in ast.walk(node) if isinstance(n, ast.FunctionDef)):
+        # A truncated file can still parse; TVM takes such a function to return an empty tuple.
+        if _relax_function(function) and not isinstance(function.body[-1], ast.Return):
+            raise InputError(f"{name}: function {function.name!r} ends without a return")
     first = min(d.lineno for d in node.decorator_list)  # type: ignore[attr-defined]
     lines = text.splitlines()[first - 1 : node.end_lineno]
     source = "\n" * (first - 1) + "\n".join(lines) + "\n"

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Compile, export, and write the signatures and the report."""
     if not 0 <= args.opt_level <= 3:
         raise InputError(f"--opt-level {args.opt_level}: expected 0 to 3")
-    output = Path(args.output or Path(args.file).with_suffix(".so").name)
+    output = Path(args.output or f"{Path(args.file).stem or 'module'}.so")
     if output.suffix not in (".so", ".tar"):
         raise InputError(f"--output {output}: expected a name that ends in .so or .tar")
     dump = prepare_folder(args.dump_ir, "--dump-ir") if args.dump_ir else None
