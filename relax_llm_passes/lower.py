@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_equal
+from tvm_ffi import structural_equal, structural_hash
 
 from . import verify
 from .cloning import new_seq
@@ -230,32 +230,42 @@ class _Rewriter:
         self.bb = relax.BlockBuilder(mod)
         self.composites = composites(mod)
         self.choices: dict[str, Implementation | None] = {}
+        self.seen: dict[int, list[tuple[relax.Function, Implementation | None]]] = {}
 
     def implementation(self, composite: Composite, function: str, binding: str) -> Any:
+        """Return the implementation for a composite, asked once; layers share the answer."""
         if composite.name not in self.choices:
-            answer = choose(composite, self.target, self.run.options)
-            if isinstance(answer, list):
-                for refusal in answer:
-                    self.run.record.refuse(
-                        Refusal(refusal.reason, composite.kind, function, binding)
-                    )
-                self.choices[composite.name] = None
+            key = structural_hash(composite.func)
+            for other, choice in self.seen.get(key, []):
+                if structural_equal(other, composite.func):
+                    self.choices[composite.name] = choice
+                    break
             else:
-                chosen = answer[0]
-                self.choices[composite.name] = self.verified(composite, chosen, function, binding)
+                choice = self.decide(composite, function, binding)
+                self.choices[composite.name] = choice
+                self.seen.setdefault(key, []).append((composite.func, choice))
         return self.choices[composite.name]
 
-    def verified(
-        self, composite: Composite, impl: Implementation, function: str, binding: str
-    ) -> Implementation | None:
-        """Return `impl`, or None with a refusal when verification is on and its numbers differ."""
+    def decide(self, composite: Composite, function: str, binding: str) -> Implementation | None:
+        """Ask the implementations and, when verification is on, check the one that accepts."""
+        answer = choose(composite, self.target, self.run.options)
+        if isinstance(answer, list):
+            for refusal in answer:
+                self.run.record.refuse(refusal.reason, composite.kind, function, binding)
+            return None
+        chosen = answer[0]
         if not verify.active():
-            return impl
-        problem = verify.check_kernel(composite, impl, self.target)
+            return chosen
+        try:
+            problem = verify.check_kernel(composite, chosen, self.target)
+        except verify.Unverified as reason:
+            self.run.record.note(f"{composite.name}: {chosen.name} not verified: {reason}")
+            return chosen
         if problem is None:
-            return impl
+            self.run.record.match(f"{composite.kind}:verified")
+            return chosen
         self.run.record.refuse(
-            f"verification: {impl.name}: {problem}", composite.kind, function, binding
+            f"verification: {chosen.name}: {problem}", composite.kind, function, binding
         )
         return None
 

@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_equal
 
+from .errors import RelaxLLMError
 from .report import PassRecord
 from .sampling import random_arguments, sample_sizes, to_device, to_numpy
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .lower import Composite, Implementation
     from .spec import Step
 
-__all__ = ["Verifier", "active", "check_kernel", "verifying"]
+__all__ = ["Unverified", "Verifier", "active", "check_kernel", "verifying"]
 
 # Stages after which the module is still plain Relax, with the signatures it came with.
 _RELAX_STAGES = ("clean", "raise", "fuse", "optional", "lower", "schedule")
@@ -58,6 +59,15 @@ def signatures(mod: tvm.IRModule) -> dict[str, Any]:
         for gvar, func in mod.functions.items()
         if isinstance(func, relax.Function) and func.attrs and "global_symbol" in func.attrs
     }
+
+
+class Unverified(RelaxLLMError):
+    """A kernel could not be compared with its original; the text says why."""
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]
 
 
 class Verifier:
@@ -112,13 +122,17 @@ def _module(func: relax.Function, extra: tvm.IRModule | None = None) -> tvm.IRMo
     return mod
 
 
-def _run(
-    mod: tvm.IRModule, target: tvm.target.Target, pipeline: Any, arguments: Sequence[Any]
-) -> list[np.ndarray]:
-    device = tvm.cuda(0) if target.kind.name == "cuda" else tvm.cpu()
-    machine = relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=pipeline), device)
-    placed = [tvm.runtime.tensor(a, device) if isinstance(a, np.ndarray) else a for a in arguments]
-    return to_numpy(machine["main"](*placed))
+class _Program:
+    """A module's `main`, compiled once and called with numpy arguments."""
+
+    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, pipeline: Any) -> None:
+        self.device = tvm.cuda(0) if target.kind.name == "cuda" else tvm.cpu()
+        executable = tvm.compile(mod, target, relax_pipeline=pipeline)
+        self.function = relax.VirtualMachine(executable, self.device)["main"]
+
+    def __call__(self, arguments: Sequence[Any]) -> list[np.ndarray]:
+        placed = [to_device(a, self.device) for a in arguments]
+        return to_numpy(self.function(*placed))
 
 
 def difference(found: np.ndarray, expected: np.ndarray) -> float:
@@ -151,29 +165,40 @@ def check_kernel(
     Returns
     -------
     str or None
-        What differs, or None. On a cuda target without a device nothing is run and None is
-        returned.
+        What differs, or None.
+
+    Raises
+    ------
+    Unverified
+        When nothing could be compared: no device for the target, or an original that TVM cannot
+        run by itself.
     """
     if target.kind.name == "cuda" and not tvm.cuda(0).exist:
-        return None
+        raise Unverified("no CUDA device here")
     from .finish import finalize_passes
 
-    func = relax.utils.copy_with_new_vars(composite.func)
     emitted = emit_alone(composite, implementation, target)
-    host = tvm.target.Target({"kind": "llvm"})
-    reference = _module(func)
     with target:
         emitted = tvm.transform.Sequential(
             [relax.transform.LegalizeOps(), *finalize_passes(target)]
         )(emitted)
+    try:
+        reference = _Program(
+            _module(relax.utils.copy_with_new_vars(composite.func)),
+            tvm.target.Target({"kind": "llvm"}),
+            "default",
+        )
+    except Exception as error:
+        raise Unverified(f"TVM cannot compile the original: {_last_line(error)}") from error
+    kernel = _Program(emitted, target, None)
     for sample in range(samples):
         sizes = sample_sizes(composite.func, sample)
-        arguments = random_arguments(composite.func, sizes, seed + sample)
         try:
-            expected = _run(reference, host, "default", arguments)
-        except Exception:
-            return None  # TVM cannot run the original here (an operator it cannot legalise)
-        found = _run(emitted, target, None, arguments)
+            arguments = random_arguments(composite.func, sizes, seed + sample)
+            expected = reference(arguments)
+        except Exception as error:
+            raise Unverified(f"the original does not run: {_last_line(error)}") from error
+        found = kernel(arguments)
         if len(found) != len(expected):
             return f"{len(found)} outputs, expected {len(expected)}"
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
