@@ -131,7 +131,7 @@ class _Program:
         self.function = relax.VirtualMachine(executable, self.device)["main"]
 
     def __call__(self, arguments: Sequence[Any]) -> list[np.ndarray]:
-        placed = [to_device(a, self.device) for a in arguments]
+        placed = to_device(arguments, self.device)
         return to_numpy(self.function(*placed))
 
 
