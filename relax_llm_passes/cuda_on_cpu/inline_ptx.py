@@ -81,7 +81,7 @@ def _address(text: str, operands: _Operands) -> str:
 
 def _ldmatrix(opcode: str, args: list[str], operands: _Operands) -> str:
     m = re.fullmatch(
-        r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", opcode
+        r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?(?:\.shared)?(?:::cta)?\.b16", opcode
     )
     if m is None:
         raise UnsupportedError(f"inline PTX: {opcode} is not emulated")
@@ -160,6 +160,12 @@ _FAMILIES = {
     "dp4a.": _dp4a,
 }
 
+# cp.async under a predicate, zeros when it is false (TVM's InjectPTXAsyncCopy).
+_PREDICATED_COPY = re.compile(
+    r"\{\.reg\.predp;setp\.eq\.u32p,%3,1;@pcp\.async\.c[ag]\.shared\.global\[%0\],\[%1\],%2;"
+    r"@!pst\.shared\.(?:v[24]\.)?u32\[%0\],\{%4(?:,%4)*\};\}"
+)
+
 # Statements that are more than one instruction, by their text without white space.
 _WHOLE = {
     "{.reg.u64smem_int;cvta.to.shared.u64smem_int,%1;cvt.u32.u64%0,smem_int;}": (
@@ -192,7 +198,14 @@ def _statement(content: str) -> str:
         _expressions(sections[1]) if len(sections) > 1 else [],
         _expressions(sections[2]) if len(sections) > 2 else [],
     )
-    whole = _WHOLE.get(re.sub(r"\s", "", template))
+    bare = re.sub(r"\s", "", template)
+    if _PREDICATED_COPY.fullmatch(bare):
+        to, source, size, predicate, _ = operands.inputs
+        return (
+            f"emu_predicated_copy(emu_shared_pointer({to}), (const void*)({source}), {size}, "
+            f"{predicate}, EMU_SITE);"
+        )
+    whole = _WHOLE.get(bare)
     if whole is not None:
         return whole.format(*(operands.outputs + operands.inputs))
     instructions = [t for t in _split(template, ";") if t.strip()]

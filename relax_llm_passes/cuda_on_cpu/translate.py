@@ -175,12 +175,15 @@ def translate(code: str) -> str:
         out += [code[position:start], _shared_variables(name, code[start:end])]
         position = end
     out.append(code[position:])
-    text = translate_asm("".join(out))
+    plain = "".join(out)
+    text = translate_asm(plain)
+    ptx = '#include "emu_ptx.h"\n' if text != plain or "__cvta_" in text else ""
     if "__shared__" in text:
         raise UnsupportedError("a __shared__ variable outside a kernel's body is not emulated")
     definitions = "\n".join(f"EMU_KERNEL({name})" for name, *_ in kernels)
     rows = " ".join(f"EMU_KERNEL_ROW({name}, {bounds})" for name, _, _, bounds in kernels)
     return (
-        f'#include "emu.h"\n#line 1 "kernel.cu"\n{text}\n#line 1 "emu_kernels"\n{definitions}\n'
-        f'extern "C" const EmuKernel emu_kernels[] = {{ {rows} {{nullptr, nullptr, nullptr, nullptr, 0}} }};\n'
+        f'#include "emu.h"\n{ptx}#line 1 "kernel.cu"\n{text}\n#line 1 "emu_kernels"\n{definitions}\n'
+        f'extern "C" const EmuKernel emu_kernels[] = {{ {rows} '
+        "{nullptr, nullptr, nullptr, nullptr, 0} };\n"
     )

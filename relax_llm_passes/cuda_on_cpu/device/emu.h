@@ -33,6 +33,7 @@
 
 // The hooks of -fsanitize=thread must not fire inside the emulation itself.
 #define EMU_UNCHECKED __attribute__((no_sanitize_thread))
+#define EMU_INLINE static inline __attribute__((always_inline))
 #define EMU_SITE ((EmuSite)(__LINE__ | (__COUNTER__ << 20)))
 #define EMU_SHARED(kernel) static __attribute__((section("emush_" #kernel), used))
 

@@ -5,18 +5,18 @@
 #include "emu.h"
 
 struct EmuFp16Format {
-  static inline float load(uint16_t v) { return (float)emu_bits<_Float16>(v); }
-  static inline uint16_t store(float f) { return emu_bits<uint16_t>((_Float16)f); }
-  static inline uint16_t store(double f) { return emu_bits<uint16_t>((_Float16)f); }
+  EMU_INLINE float load(uint16_t v) { return (float)emu_bits<_Float16>(v); }
+  EMU_INLINE uint16_t store(float f) { return emu_bits<uint16_t>((_Float16)f); }
+  EMU_INLINE uint16_t store(double f) { return emu_bits<uint16_t>((_Float16)f); }
 };
 struct EmuBf16Format {
-  static inline float load(uint16_t v) { return emu_bits<float>((uint32_t)v << 16); }
-  static inline uint16_t store(float f) {  // round to nearest, ties to even
+  EMU_INLINE float load(uint16_t v) { return emu_bits<float>((uint32_t)v << 16); }
+  EMU_INLINE uint16_t store(float f) {  // round to nearest, ties to even
     uint32_t u = emu_bits<uint32_t>(f);
     if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
   }
-  static inline uint16_t store(double f) {
+  EMU_INLINE uint16_t store(double f) {
     // To odd in fp32 first, so that the second rounding cannot err.
     float r = (float)f;
     uint32_t u = emu_bits<uint32_t>(r);
@@ -47,8 +47,8 @@ struct EmuHalf {
   template <class Other>
   explicit EmuHalf(const EmuHalf<Other>& o) : bits(Format::store(Other::load(o.bits))) {}
 
-  inline float value() const { return Format::load(bits); }
-  operator float() const { return value(); }
+  inline __attribute__((always_inline)) float value() const { return Format::load(bits); }
+  inline __attribute__((always_inline)) operator float() const { return value(); }
   template <class T, class = std::enable_if_t<std::is_arithmetic_v<T> && !std::is_same_v<T, float>>>
   explicit operator T() const {
     return (T)value();

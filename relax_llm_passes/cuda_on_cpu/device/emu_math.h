@@ -46,7 +46,7 @@ static inline unsigned __umulhi(unsigned x, unsigned y) {
 static inline int __mul24(int x, int y) { return x * y; }
 
 template <class To, class From>
-static inline To emu_bits(From x) {
+EMU_INLINE To emu_bits(From x) {
   static_assert(sizeof(To) == sizeof(From));
   To r;
   memcpy((void*)&r, (const void*)&x, sizeof r);

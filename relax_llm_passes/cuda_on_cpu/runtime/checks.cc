@@ -123,21 +123,17 @@ static int holds_both(dl_phdr_info* info, size_t, void* argument) {
   return l->same;
 }
 
-// A constant or a static of the kernel's own library, or the stack of another fiber.
+// A constant or a static of the kernel's own library.
 static bool known_elsewhere(const void* p, void* instruction) {
   Lookup l{(uintptr_t)p, (uintptr_t)instruction, false};
   dl_iterate_phdr(holds_both, &l);
-  if (l.same) return true;
-  for (const Fiber& f : fibers)
-    if ((char*)p >= f.stack && (char*)p < f.stack + STACK_SIZE) return true;
-  return false;
+  return l.same;
 }
 
-void check_access(void* address, size_t n, bool write, bool atomic, void* instruction,
-                  EmuSite) {
+void check_access(void* address, size_t n, bool write, bool atomic, void* instruction) {
   Fiber* f = running();
   char* p = (char*)address;
-  if (!f || (p >= f->stack && p < f->stack + STACK_SIZE)) return;
+  if (!f || (p >= stacks_begin && p < stacks_end)) return;
   if (p >= (char*)&emu_context && p < (char*)(&emu_context + 1)) return;
   if (p >= (char*)fibers.data() && p < (char*)(fibers.data() + fibers.size())) return;
   finish_pending_write();
@@ -201,37 +197,37 @@ using emu::check_access;
 
 extern "C" void emu_atomic_access(void* p, size_t n, EmuSite site) {
   if (!emu::config.checks) return;
-  check_access(p, n, true, true, __builtin_return_address(0), site);
+  check_access(p, n, true, true, emu::site_as_instruction(site));
 }
 extern "C" void emu_checked_read(const void* p, size_t n, EmuSite site) {
   if (!emu::config.checks) return;
-  check_access((void*)p, n, false, false, __builtin_return_address(0), site);
+  check_access((void*)p, n, false, false, emu::site_as_instruction(site));
 }
 extern "C" void emu_checked_write(void* p, size_t n, EmuSite site) {
   if (!emu::config.checks) return;
-  check_access(p, n, true, false, __builtin_return_address(0), site);
+  check_access(p, n, true, false, emu::site_as_instruction(site));
 }
 
 #define HOOKS(n)                                                                        \
   extern "C" void __tsan_read##n(void* p) {                                             \
-    check_access(p, n, false, false, __builtin_return_address(0), 0);                   \
+    check_access(p, n, false, false, __builtin_return_address(0));                   \
   }                                                                                     \
   extern "C" void __tsan_write##n(void* p) {                                            \
-    check_access(p, n, true, false, __builtin_return_address(0), 0);                    \
+    check_access(p, n, true, false, __builtin_return_address(0));                    \
   }                                                                                     \
   extern "C" void __tsan_unaligned_read##n(void* p) {                                   \
-    check_access(p, n, false, false, __builtin_return_address(0), 0);                   \
+    check_access(p, n, false, false, __builtin_return_address(0));                   \
   }                                                                                     \
   extern "C" void __tsan_unaligned_write##n(void* p) {                                  \
-    check_access(p, n, true, false, __builtin_return_address(0), 0);                    \
+    check_access(p, n, true, false, __builtin_return_address(0));                    \
   }                                                                                     \
   extern "C" void __tsan_volatile_read##n(void* p) {                                    \
     emu::lockstep(__builtin_return_address(0));                                         \
-    check_access(p, n, false, false, __builtin_return_address(0), 0);                   \
+    check_access(p, n, false, false, __builtin_return_address(0));                   \
   }                                                                                     \
   extern "C" void __tsan_volatile_write##n(void* p) {                                   \
     emu::lockstep(__builtin_return_address(0));                                         \
-    check_access(p, n, true, false, __builtin_return_address(0), 0);                    \
+    check_access(p, n, true, false, __builtin_return_address(0));                    \
   }
 HOOKS(1)
 HOOKS(2)
@@ -246,23 +242,23 @@ void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 void __tsan_read_range(void* p, size_t n) {
-  check_access(p, n, false, false, __builtin_return_address(0), 0);
+  check_access(p, n, false, false, __builtin_return_address(0));
 }
 void __tsan_write_range(void* p, size_t n) {
-  check_access(p, n, true, false, __builtin_return_address(0), 0);
+  check_access(p, n, true, false, __builtin_return_address(0));
 }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
-  check_access((void*)from, n, false, false, __builtin_return_address(0), 0);
-  check_access(to, n, true, false, __builtin_return_address(0), 0);
+  check_access((void*)from, n, false, false, __builtin_return_address(0));
+  check_access(to, n, true, false, __builtin_return_address(0));
   return memcpy(to, from, n);
 }
 void* __tsan_memmove(void* to, const void* from, size_t n) {
-  check_access((void*)from, n, false, false, __builtin_return_address(0), 0);
-  check_access(to, n, true, false, __builtin_return_address(0), 0);
+  check_access((void*)from, n, false, false, __builtin_return_address(0));
+  check_access(to, n, true, false, __builtin_return_address(0));
   return memmove(to, from, n);
 }
 void* __tsan_memset(void* to, int value, size_t n) {
-  check_access(to, n, true, false, __builtin_return_address(0), 0);
+  check_access(to, n, true, false, __builtin_return_address(0));
   return memset(to, value, n);
 }
 }

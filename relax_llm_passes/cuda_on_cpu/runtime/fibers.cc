@@ -43,7 +43,6 @@ namespace emu {
 
 std::vector<Fiber> fibers;
 
-static std::vector<char*> stacks;
 static std::vector<int> ready, round_;
 static void* scheduler_stack_pointer;
 static void (*kernel_to_run)(void**);
@@ -77,14 +76,20 @@ static void fiber_main() {
   __builtin_unreachable();
 }
 
+char* stacks_begin;
+char* stacks_end;
+
+// All stacks lie in one range of addresses, of which only the pages in use cost memory.
 static char* stack_for(size_t i) {
-  while (stacks.size() <= i) {
-    char* s = (char*)mmap(nullptr, STACK_SIZE, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    mprotect(s, 4096, PROT_NONE);  // an overflow faults instead of running into the next stack
-    stacks.push_back(s);
+  if (!stacks_begin) {
+    stacks_begin = (char*)mmap(nullptr, STACK_SIZE * MOST_THREADS, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks_end = stacks_begin + STACK_SIZE * MOST_THREADS;
+    // An overflow faults instead of running into the next stack.
+    for (size_t k = 0; k < MOST_THREADS; k++)
+      mprotect(stacks_begin + k * STACK_SIZE, 4096, PROT_NONE);
   }
-  return stacks[i];
+  return stacks_begin + i * STACK_SIZE;
 }
 
 static void start_fiber(Fiber& f, int linear) {

@@ -39,6 +39,10 @@ void finding(const char* kind, const std::string& text, EmuSite site) {
 }
 
 void finding_at(const char* kind, const std::string& text, void* instruction) {
+  if (((uint64_t)instruction >> 56) == (SITE_MARK >> 56)) {
+    finding(kind, text, (EmuSite)((uint64_t)instruction >> 1));
+    return;
+  }
   if (seen(kind, (uint64_t)instruction)) return;
   Dl_info info{};
   std::string library;

@@ -27,7 +27,11 @@ uint64_t random_bits();
 
 // ---- findings (findings.cc): what the checks report; equal ones are counted.
 void finding(const char* kind, const std::string& text, EmuSite site);
-// The same, with a place given by an instruction of the kernel's library.
+// Accesses made by the emulation on behalf of the kernel have no instruction of their own: their site
+// stands in for it, marked by an address that no library has.
+constexpr uint64_t SITE_MARK = 0x5a00000000000000ull;
+inline void* site_as_instruction(EmuSite site) { return (void*)(SITE_MARK | (uint64_t)site << 1); }
+// The same, with a place given by an instruction of the kernel's library, or by such a stand-in.
 void finding_at(const char* kind, const std::string& text, void* instruction);
 std::string thread_name(int linear_thread);
 // Ends the launch: never returns to the kernel.
@@ -49,7 +53,8 @@ struct Fiber : EmuThread {
   EmuWarpFunction function;
   uint64_t accesses;  // since the last barrier
 };
-constexpr size_t STACK_SIZE = 256 << 10;
+constexpr size_t STACK_SIZE = 256 << 10, MOST_THREADS = 1024;
+extern char *stacks_begin, *stacks_end;
 extern std::vector<Fiber> fibers;  // of the running block
 inline Fiber* running() { return static_cast<Fiber*>(emu_context.thread); }
 inline int warp_of(const Fiber* f) { return f->linear >> 5; }
@@ -101,7 +106,7 @@ size_t shared_object_bytes();
 const char* shared_object_at(const void* p, size_t n);  // null: between the objects
 
 // ---- checks (checks.cc)
-void check_access(void* p, size_t n, bool write, bool atomic, void* instruction, EmuSite site);
+void check_access(void* p, size_t n, bool write, bool atomic, void* instruction);
 void finish_pending_write();
 
 // ---- cp.async (async_copy.cc)
