@@ -16,7 +16,7 @@ from . import registry
 from .errors import InputError, UnknownNameError
 from .spec import Step
 
-__all__ = ["Library", "check", "insert", "list_libraries", "register_library"]
+__all__ = ["Library", "check", "insert", "list_libraries", "options", "register_library"]
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,18 @@ def check(names: Sequence[str]) -> None:
             raise UnknownNameError("library", name, _LIBRARIES)
 
 
-def insert(
-    steps: list[Step], names: Sequence[str], target: Target, options: Mapping[str, Any]
-) -> list[Step]:
-    """Return `steps` with the passes and options that the named libraries switch on."""
+def insert(steps: Sequence[Step], names: Sequence[str], target: Target) -> list[Step]:
+    """Return `steps` with the passes that the named libraries switch on, before stage "lower".
+
+    Raises
+    ------
+    UnknownNameError
+        For a library that nobody registered.
+    InputError
+        For one that does not work with targets of this kind.
+    """
     check(names)
-    merged: dict[str, dict[str, Any]] = {}
+    result = list(steps)
     for name in names:
         library = _LIBRARIES[name]
         if target.kind.name not in library.targets:
@@ -79,17 +85,27 @@ def insert(
                 f"not with {target.kind.name}"
             )
         for pass_name in library.passes:
-            if all(s.name != pass_name for s in steps):
-                at = next((i for i, s in enumerate(steps) if s.stage == "lower"), len(steps))
-                step = Step(pass_name, "fuse", registry.get_pass(pass_name))
-                steps = [*steps[:at], step, *steps[at:]]
-        for pass_name, values in library.options.items():
+            if all(s.name != pass_name for s in result):
+                at = next((i for i, s in enumerate(result) if s.stage == "lower"), len(result))
+                result.insert(at, Step(pass_name, "fuse", registry.get_pass(pass_name)))
+    return result
+
+
+def options(
+    names: Sequence[str], given: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the options of the named libraries beneath those that the caller gives.
+
+    Where two libraries set the same option to tuples (`prefer`), they are joined in order.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for name in names:
+        for pass_name, values in _LIBRARIES[name].options.items():
+            own = merged.setdefault(pass_name, {})
             for key, value in values.items():
-                old = merged.setdefault(pass_name, {}).get(key)
+                old = own.get(key)
                 both = isinstance(old, tuple) and isinstance(value, tuple)
-                merged[pass_name][key] = old + value if both else value
-    for pass_name, values in merged.items():
-        values.update(options.get(pass_name, {}))
-        transform = registry.get_pass(pass_name, **values)
-        steps = [Step(s.name, s.stage, transform) if s.name == pass_name else s for s in steps]
-    return steps
+                own[key] = (*old, *value) if both else value
+    for pass_name, values in given.items():
+        merged.setdefault(pass_name, {}).update(values)
+    return merged

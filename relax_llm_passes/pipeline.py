@@ -120,8 +120,9 @@ class Pipeline:
 
     def steps(self, target: Target) -> list[Step]:
         """Return the passes that run for `target`, in order."""
-        steps = resolve(self.spec, _steps(target), self.options, self.disabled)
-        return libraries.insert(steps, self.libraries, target, self.options)
+        default = libraries.insert(_steps(target), self.libraries, target)
+        options = libraries.options(self.libraries, self.options)
+        return resolve(self.spec, default, options, self.disabled)
 
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Run every step; a step that is disabled leaves a note in the report."""

@@ -153,8 +153,12 @@ def register_pass(
 def _load_builtin() -> None:
     global _BUILTIN_LOADED
     if not _BUILTIN_LOADED:
-        _BUILTIN_LOADED = True
-        importlib.import_module("relax_llm_passes.passes")
+        _BUILTIN_LOADED = True  # Before the import: what it imports may ask for passes.
+        try:
+            importlib.import_module("relax_llm_passes.passes")
+        except BaseException:
+            _BUILTIN_LOADED = False
+            raise
 
 
 def load_plugins() -> None:
