@@ -327,15 +327,14 @@ class FunctionView:
         self._reads.append(list(reads))
         if kind in _VAR_TYPES:
             self._set_alias(var, self.resolve(value), "variable")
-            again = self._lookup("_again", value)
-            if again is not None:
-                self._again[var] = again
+            self._keep_again(var, value)
         elif kind is GenericConst or kind in _IMMEDIATES or kind is GlobalVar:
             self._set_alias(var, value, "constant")
         elif kind is TupleGetItem:
             field = self._field(value)
             if field is not None:
-                self._set_alias(var, field, "tuple")
+                self._set_alias(var, self.resolve(field), "tuple")
+                self._keep_again(var, field)
         elif kind is Tuple:
             whole = self._rebuilt(value)
             if whole is not None:
@@ -347,6 +346,11 @@ class FunctionView:
             why = self._is_noop(self, value)
             if why is not None:
                 self._set_alias(var, self.resolve(value.args[0]), why)
+
+    def _keep_again(self, var: Var, source: Expr) -> None:
+        again = self._lookup("_again", source) if type(source) in _VAR_TYPES else None
+        if again is not None:
+            self._again[var] = again
 
     def _set_alias(self, var: Var, target: Expr, why: str) -> None:
         self._alias[var] = target
@@ -384,17 +388,19 @@ class FunctionView:
         return self._lookup("_tuples", expr) if type(expr) in _VAR_TYPES else None
 
     def _field(self, item: TupleGetItem) -> Expr | None:
-        """Return what `(a, b)[0]` is, or None when the tuple is not built in sight."""
+        """Return what `(a, b)[0]` is, as written; None when the tuple is not built in sight."""
         source = item.tuple_value
+        if type(source) is TupleGetItem:
+            inner = self._field(source)
+            if inner is None:
+                return None
+            source = inner
         built = self._lookup("_again", source) if type(source) in _VAR_TYPES else None
         if built is None:
-            source = self._field(source) if type(source) is TupleGetItem else self.resolve(source)
-            if source is None:
-                return None
-            built = self._find_tuple(source)
+            built = self._find_tuple(self.resolve(source))
         if built is None or item.index >= len(built.fields):
             return None
-        return self.resolve(built.fields[item.index])
+        return built.fields[item.index]
 
     def _rebuilt(self, value: Tuple) -> Expr | None:
         """Return `t` for `(t[0], t[1])` that takes `t` apart and puts the same together."""
@@ -429,7 +435,7 @@ class FunctionView:
         elif kind is TupleGetItem:
             field = self._field(expr)
             if field is not None:
-                return field
+                return self.resolve(field)
         return expr
 
     def binding(self, expr: Expr) -> Binding | None:

@@ -29,10 +29,11 @@ from typing import Any
 
 import tvm
 from tvm.ir import GlobalVar
-from tvm.relax import Function
+from tvm.relax import Function, MatchCast
 
+from .cloning import definable_symbols
 from .composites import ATTRS, COMPOSITE_PREFIX, ORDER, OUTPUTS, ROLES, ROUND, CompositeBuilder
-from .dataflow import FunctionView, function_named
+from .dataflow import FunctionView, function_named, type_vars
 from .inlining import inline
 from .regions import Chosen, Region, select
 from .report import Refusal
@@ -205,9 +206,17 @@ def _group(
             outputs = list(found.outputs.values())
             item = Item(rows, block, builder.replacer(view, found), outputs, reads)
         # Nothing may come before what it reads: a value that moved to a later block takes those
-        # who read it along.
+        # who read it along. So does a symbolic size, which the first match_cast of it defines.
         for var in item.reads:
             item.block = max(item.block, home.get(var, 0))
+        for row in rows:
+            for var in type_vars(view.bindings[row].var.ty):
+                item.block = max(item.block, home.get(var, 0))
+        for row in rows:
+            binding = view.bindings[row]
+            if type(binding) is MatchCast:
+                for var in definable_symbols(binding.ty):
+                    home.setdefault(var, item.block)
         for var in item.outputs:
             home[var] = item.block
         items.append(item)

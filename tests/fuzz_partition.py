@@ -163,7 +163,8 @@ def check(seed: int, counts: Counter[str], use_vm: bool = False) -> None:
     if not canonical.same_as(mod):
         counts["canonicalized"] += 1
 
-    for start in (canonical, mod):
+    # Raw modules and canonical ones take turns: what they can get wrong is not the same.
+    for start in (canonical if rng.random() < 0.5 else mod,):
         current = start
         for _ in range(rng.choice([1, 1, 2])):
             for name in public_functions(current):
