@@ -11,6 +11,8 @@ MODULES = (
     "relax_llm_passes.fusion.group_norm_gate",
     "relax_llm_passes.fusion.rotary_attention",
     "relax_llm_passes.fusion.partition_gemm",
+    "relax_llm_passes.fusion.offload_cublas",
+    "relax_llm_passes.fusion.pack_weights",
     "relax_llm_passes.lower",
     "relax_llm_passes.fusion.legalize_norms",
     "relax_llm_passes.keep_effects",

@@ -311,7 +311,8 @@ def _decode_rows(
         seen = T.bind(tirx.Min(tirx.Max(begin, low), high))
         with T.serial(tirx.Max(seen - low, i64(0))) as t:
             _copy_row(kernel, low + t)
-        _key_blocks(kernel, rows, block, seen, high, append_k.past, append_v.past, queries, scores,
+        past_k, past_v = plan.past_rows()
+        _key_blocks(kernel, rows, block, seen, high, past_k, past_v, queries, scores,
                     sums, top, total, copy=True)  # fmt: skip
         only_last = None if part is None else part == i64(splits - 1)
 

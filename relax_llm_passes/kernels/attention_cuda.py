@@ -244,7 +244,7 @@ class _Decode:
             with T.If(t < high), T.Then():
                 self._copy(append_k, "d", t, self.dn, self.dv, True)
                 self._copy(append_v, "e", t, self.en, self.ev, self.exact)
-        self._keys(tirx.Max(begin, low), high, append_k.past, append_v.past)
+        self._keys(tirx.Max(begin, low), high, *plan.past_rows())
         new = kernel.at(plan.T) - past
 
         def fresh() -> None:

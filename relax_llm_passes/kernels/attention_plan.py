@@ -20,11 +20,17 @@ from typing import Any
 from tvm import tirx
 
 from ..errors import InputError
-from .scalar_expr import as_float32, bound_analyzer, depends_on, dtype_of, i64, substitute
+from .scalar_expr import (
+    TensorLoad,
+    as_float32,
+    bound_analyzer,
+    depends_on,
+    i64,
+    rewrite,
+    substitute,
+)
 
-__all__ = ["Append", "AttentionPlan", "GROUPED_BATCH", "alibi_slopes", "standard_plan"]
-
-GROUPED_BATCH = -1
+__all__ = ["Append", "AttentionPlan", "alibi_slopes", "grouped", "shares_keys", "standard_plan"]
 
 
 @dataclass
@@ -127,6 +133,25 @@ class AttentionPlan:
         """Buffers that the kernel writes: the output, then the caches."""
         appends = [a.cache for a in (self.append_k, self.append_v) if a is not None]
         return [self.out, *appends]
+
+    def past_rows(self) -> tuple[Any, Any]:
+        """Return `k` and `v` for key < past_length, read from the caches that came in.
+
+        What the graph does to the appended cache (a scale that is split over q and k, say) is
+        done to what is read from the old one.
+        """
+        found = []
+        for expr, append in ((self.k, self.append_k), (self.v, self.append_v)):
+            assert append is not None
+
+            def put(node: Any, append: Append = append) -> Any:
+                inner = node.value if isinstance(node, tirx.Cast) else node
+                if isinstance(inner, TensorLoad) and inner.source.same_as(append.cache):
+                    return append.past
+                return None
+
+            found.append(rewrite(expr, put))
+        return found[0], found[1]
 
     def simplified(self, expr: Any) -> Any:
         """Return `expr` simplified within the ranges of the index variables."""
@@ -396,7 +421,3 @@ def shares_keys(plan: AttentionPlan, group: int) -> bool:
             return False
     return True
 
-
-def row_independent(expr: Any, plan: AttentionPlan) -> bool:
-    """Tell whether an expression is free of every index variable of the plan."""
-    return not depends_on(expr, *plan.ranges) and dtype_of(expr) == "int64"

@@ -105,10 +105,10 @@ def plan_cuda(prog: RowProgram, target: tvm.target.Target | None = None) -> Cuda
     while vector > 1 and part <= 32 * vector // 2:
         vector //= 2  # short rows: more lanes rather than wider loads
     vectors = -(-part // vector)
-    if vectors <= 256:
+    if part * kept <= 32 * MAX_KEPT:
         lanes = min(32, _pow2_at_least(vectors))
     else:
-        lanes = min(limit, max(64, _pow2_at_least(-(-vectors // 4))))
+        lanes = min(limit, max(64, _pow2_at_least(-(-part * kept // 16))))
     chunks = -(-vectors // lanes)
     chunks = min(chunks, max(1, MAX_KEPT // (vector * kept)))
     per_block = max(1, min(128, limit) // lanes)
