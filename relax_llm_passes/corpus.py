@@ -120,7 +120,7 @@ def _dtype(name: str) -> np.dtype:
 
 def encode_array(array: np.ndarray) -> dict[str, Any]:
     """An array as a JSON object: dtype, shape, and its little-endian bytes (zlib, base64)."""
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array)
     packed = zlib.compress(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes(), 9)
     return {
         "dtype": array.dtype.name,

@@ -107,6 +107,7 @@ def _slice(bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
     """
 
     def convert(node: Any, importer: Any) -> Any:
+        import tvm
         from tvm import relax
 
         result = importer._slice(node)
@@ -117,6 +118,10 @@ def _slice(bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
         simple = [analyzer.simplify(extent) for extent in shape.values]
         if [str(e) for e in simple] == [str(e) for e in shape.values]:
             return result
+        # A match_cast from an expression to a bare variable inside it sends TVM's CanonicalizeBindings and
+        # KillAfterLastUse into endless substitution; a reshape states the same.
+        if any(isinstance(new, tvm.ir.Var) for new in simple if not hasattr(new, "value")):
+            return importer.block_builder.emit(relax.op.reshape(result, simple))
         return importer.block_builder.match_cast(
             result, relax.TensorType(simple, str(result.ty.dtype.dtype))
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_llm_passes.corpus import Graph, Input, decode_array, encode_array
+from relax_llm_passes.corpus import Graph, encode_array
 
 from .sources import Recipe, Source, load_families
 from .sources.recipe import default_weight_rule
@@ -86,12 +86,24 @@ def _flatten_dynamic(dynamic: Any, args: Any) -> list[dict[int, Any]]:
     return [dynamic or {}]
 
 
+def _automatic(dynamic: Any) -> Any:
+    """The same structure with ``Dim.AUTO`` in place of every declared dimension."""
+    import torch
+
+    if isinstance(dynamic, dict):
+        return {k: _automatic(v) for k, v in dynamic.items()}
+    if isinstance(dynamic, (list, tuple)):
+        return type(dynamic)(_automatic(each) for each in dynamic)
+    return None if dynamic is None else torch.export.Dim.AUTO
+
+
 def _from_torch(entry: Recipe, source: Source, size: str, golden: bool) -> Built:
     import torch
 
     from relax_llm_passes.extract import export_module, import_exported
 
-    program = export_module(source.module, source.args, source.dynamic)
+    dynamic = _automatic(source.dynamic) if source.auto else source.dynamic
+    program = export_module(source.module, source.args, dynamic)
     mod = import_exported(program, keep_attention=source.keep_attention)
     function = mod[source.function]
     weights = {
@@ -137,19 +149,27 @@ def _from_torch(entry: Recipe, source: Source, size: str, golden: bool) -> Built
         for item, array in zip(items, arrays, strict=True):
             if item.get("weight") and "key" not in item:
                 target = source.module.get_parameter(weights[item["name"]])
-                target.copy_(torch.from_numpy(array))
-    tensors = [torch.from_numpy(array) for array in arrays[: len(leaves)]]
+                target.copy_(_to_torch(array))
+    tensors = [_to_torch(array) for array in arrays[: len(leaves)]]
     args = _unflatten(source.args, list(tensors))
     if golden:
-        wide = _run_wide(source.module, args)
+        wide = run_wide(source.module, args)
         with torch.no_grad():
             narrow = _flatten(source.module(*copy.deepcopy(args)))
-        _store_golden(record, [t.numpy() for t in wide], [t.numpy() for t in narrow])
+        _store_golden(record, [t.numpy() for t in wide], [t.double().numpy() for t in narrow])
         graph = Graph.from_record(entry.name, record, "", mod)
     return Built(graph, source, args)
 
 
-def _run_wide(module: Any, args: Any) -> list[Any]:
+def _to_torch(array: np.ndarray) -> Any:
+    import torch
+
+    if array.dtype.name == "bfloat16":  # torch does not know numpy's extension type
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def run_wide(module: Any, args: Any) -> list[Any]:
     """Run a float32 (or half) model in float64, its own casts to float32 included."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -218,7 +238,7 @@ def _record(
     from .inspect_module import count_bindings, uses
 
     floats = [i["dtype"] for i in items if i["dtype"].startswith(("float", "bfloat"))]
-    narrowest = min(floats, key=lambda name: Input("", (), name, [], "", False).dtype and _bits(name))
+    narrowest = min(floats, key=_bits)
     return {
         "source": entry.source,
         "source_version": source.version,
@@ -265,4 +285,4 @@ def _store_golden(
     record["golden"] = {"computed_in": "float64", "stored_as": "float32", "outputs": stored}
 
 
-__all__ = ["Built", "build", "decode_array"]
+__all__ = ["Built", "build", "run_wide"]

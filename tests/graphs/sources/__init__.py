@@ -16,5 +16,7 @@ def load_families() -> dict[str, Recipe]:
     A family whose own packages are missing still lists its recipes; it fails, with the reason, when built.
     """
     for entry in pkgutil.iter_modules(__path__):
+        if entry.name in ("external", "hf_common", "mlc", "recipe"):
+            continue  # shared by families, imported when one is built
         importlib.import_module(f"{__name__}.{entry.name}")
     return RECIPES

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from .recipe import Source
+
 VERSION = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
 
 
@@ -35,10 +37,6 @@ def causal_mask(ids: torch.Tensor, past: int, dtype: torch.dtype) -> torch.Tenso
     length = ids.shape[1]
     lowest = torch.finfo(dtype).min
     return torch.full((length, past + length), lowest, dtype=dtype).triu(past + 1)[None, None]
-
-
-class _FirstLayer:
-    """Takes the place of an empty cache layer: the first update stores instead of concatenating."""
 
 
 class Prefill(torch.nn.Module):
@@ -115,3 +113,69 @@ def build_model(cls: Any, config: Any, dtype: torch.dtype) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
+
+
+def decoder(
+    model: torch.nn.Module,
+    mode: str,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    lengths: tuple[int, int],
+    cache: str = "past_key_values",
+    new: int = 1,
+    batch: int = 1,
+    symbolic_batch: bool = False,
+    keep_attention: bool = False,
+    longest: int = 240,
+) -> Source:
+    """The source of one graph of a Hugging Face decoder.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A ``...ForCausalLM``.
+    mode : str
+        "prefill", "prefill_cache" or "decode"; the length of the prompt, or of the past, is symbolic.
+    kv_heads, head_dim : int
+        Shape of the cache.
+    lengths : tuple of int
+        Prompt length and past length of the golden run.
+    cache : str
+        The model's own name for its cache argument.
+    new : int
+        Tokens of a decode step.
+    batch : int
+        Batch of the golden run.
+    symbolic_batch : bool
+        Whether the batch is symbolic, too.
+    keep_attention : bool
+        Whether attention stays one operator.
+    longest : int
+        Upper bound that is declared for the symbolic length.
+    """
+    prefill, past = lengths
+    layers = model.config.num_hidden_layers
+    tokens = ["integers", 0, model.config.vocab_size]
+    batch_dim = {0: torch.export.Dim("batch", min=2, max=64)} if symbolic_batch else {}
+    if mode != "decode":
+        ids = torch.zeros(batch, prefill, dtype=torch.int64)
+        dynamic: Any = {"ids": {**batch_dim, 1: torch.export.Dim("new", min=2, max=longest)}}
+        wrapped: torch.nn.Module = Prefill(model, cache if mode == "prefill_cache" else "")
+        return Source(wrapped, (ids,), [tokens], dynamic, VERSION, keep_attention=keep_attention)
+    pairs = past_of(layers, batch, kv_heads, past, head_dim, model.dtype)
+    ids = torch.zeros(batch, new, dtype=torch.int64)
+    length = {**batch_dim, 2: torch.export.Dim("past", min=2, max=longest)}
+    dynamic = {"ids": batch_dim or None, "past": [(length, length)] * layers}
+    rules = [tokens] + [["normal", 0.0, 1.0]] * (2 * layers)
+    wrapped = Decode(model, cache)
+    grouped = kv_heads != model.config.num_attention_heads
+    return Source(
+        wrapped,
+        (ids, pairs),
+        rules,
+        dynamic,
+        VERSION,
+        auto=grouped,
+        keep_attention=keep_attention,
+    )

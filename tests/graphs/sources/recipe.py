@@ -27,6 +27,9 @@ class Source:
         Packages and versions the model comes from.
     weight_rule : callable, optional
         ``(parameter name, shape) -> rule``; :func:`default_weight_rule` if not given.
+    auto : bool
+        Export with ``Dim.AUTO`` where `dynamic` names a size: torch cannot prove some true facts about declared ranges
+        (that a cache of grouped heads has increasing strides), and refuses them.
     keep_attention : bool
         See ``relax_llm_passes.extract.import_exported``.
     mod : optional
@@ -50,6 +53,7 @@ class Source:
     dynamic: Any = None
     version: str = ""
     weight_rule: Callable[[str, tuple[int, ...]], list[Any]] | None = None
+    auto: bool = False
     keep_attention: bool = False
     mod: Any = None
     reference: Callable[[dict[str, Any], str], list[Any]] | None = None

@@ -72,7 +72,7 @@ def _rule(name: str, shape: tuple[int, ...]) -> list[Any]:
     """Rules for the weights as the package keeps them after loading (decay already in (0, 1) for 5 and 6.0's base,
     matrices as (in, out))."""
     leaf = name.rpartition("_")[2]
-    if "time_mix" in name or "time_maa_" in name and len(shape) == 1 or "_x_" in name:
+    if "time_mix" in name or ("time_maa_" in name and len(shape) == 1) or "_x_" in name:
         return ["uniform", 0.1, 0.9]
     if "time_decay" in name and leaf not in ("w1", "w2"):
         return ["uniform", 0.3, 0.99] if len(shape) != 1 else ["uniform", -3.0, 0.5]

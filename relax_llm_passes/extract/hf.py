@@ -1,0 +1,2 @@
+def extract_hf():
+    pass
