@@ -1,0 +1,129 @@
+"""What stock TVM makes of each graph: compile, run and compare, each in a process of its own.
+
+    python tests/graphs/upstream.py [--only NAME ...] [--jobs N]      # writes upstream.json
+
+Three pipelines: ``tvm.compile`` as it comes for llvm, ``relax.get_default_pipeline`` for llvm, and the same for cuda (sm_80,
+compiled only). README.md takes its last column from the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+from relax_llm_passes import corpus  # noqa: E402
+
+PIPELINES = ("llvm", "llvm_default", "cuda_default")
+TIMEOUT = 240
+
+
+def _flat(value: Any) -> list[Any]:
+    if hasattr(value, "numpy"):
+        return [value.numpy()]
+    return [leaf for item in value for leaf in _flat(item)]
+
+
+def run_stock(graph: corpus.Graph, pipeline: str) -> str:
+    """Compile with stock TVM; for llvm also run and compare. Returns "ok" or what went wrong."""
+    import tvm
+    from tvm import relax
+
+    if pipeline.startswith("cuda"):
+        target = tvm.target.Target(
+            {
+                "kind": "cuda",
+                "arch": "sm_80",
+                "max_threads_per_block": 1024,
+                "max_shared_memory_per_block": 49152,
+                "thread_warp_size": 32,
+            },
+            host="llvm",
+        )
+    else:
+        target = tvm.target.Target({"kind": "llvm", "num-cores": 2})
+    if pipeline == "llvm":
+        compiled = tvm.compile(graph.mod, target)
+    else:
+        with target:
+            compiled = tvm.compile(
+                graph.mod, target, relax_pipeline=relax.get_default_pipeline(target)
+            )
+    if pipeline.startswith("cuda"):
+        return "ok"
+    machine = relax.VirtualMachine(compiled, tvm.cpu())
+    outputs = machine[graph.function](*[tvm.runtime.tensor(a) for a in graph.inputs()])
+    verdict = graph.compare(_flat(outputs))
+    return "ok" if verdict.ok else f"wrong result: {verdict.max_rel_err:.1e} in {verdict.worst}"
+
+
+def _reason(code: int, stderr: str) -> str:
+    if code < 0:
+        return f"process dies (signal {-code})"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    telling = [
+        line
+        for line in lines
+        if ("Error" in line or "Check failed" in line or "CodeGenVM" in line)
+        and not line.startswith(("File", "Warning"))
+    ]
+    text = telling[0] if telling else (lines[-1] if lines else f"exit code {code}")
+    return text.split(" --> ")[0][:160]
+
+
+def _isolated(job: tuple[str, str]) -> str:
+    name, pipeline = job
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", name, pipeline]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not done after {TIMEOUT} s"
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return found[-1][7:] if found else _reason(done.returncode, done.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--missing", action="store_true", help="leave alone what is recorded")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.child:
+        name, pipeline = options.child
+        print("RESULT " + run_stock(corpus.load(name, HERE), pipeline), flush=True)
+        return 0
+    names = [
+        name
+        for name in corpus.list_graphs(HERE)
+        if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)
+    ]
+    path = HERE / "upstream.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    jobs = [
+        (name, pipeline)
+        for name in names
+        for pipeline in PIPELINES
+        if pipeline.startswith("cuda") or "llvm" in corpus.load(name, HERE).info["runs_on"]
+        if not (options.missing and pipeline in results.get(name, {}))
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (name, pipeline), outcome in zip(jobs, pool.map(_isolated, jobs), strict=True):
+            results.setdefault(name, {})[pipeline] = outcome
+            print(f"{name:32} {pipeline:14} {outcome}", flush=True)
+            kept = {key: results[key] for key in sorted(results)}
+            path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
