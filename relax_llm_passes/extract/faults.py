@@ -16,7 +16,7 @@ def _constant_indices(expr: Any, defined: dict[Any, Any]) -> Any | None:
     from tvm import relax
 
     for _ in range(len(defined) + 1):
-        if isinstance(expr, relax.Constant):
+        if isinstance(expr, tvm.ir.GenericConst):
             return expr.value.numpy()
         if isinstance(expr, tvm.ir.IntImm):
             return expr.value
