@@ -130,7 +130,7 @@ def _why_not(composite: Composite, target: tvm.target.Target | None) -> str | No
             return "float8: cuBLASLt wants lhs (M, K) and rhs (N, K)"
         if sizes.k is None or sizes.n is None or sizes.k % 16 or sizes.n % 16:
             return f"float8: N={sizes.n} and K={sizes.k} must be multiples of 16"
-        if target is not None and _arch(target) < 89:
+        if target is not None and target.kind.name == "cuda" and _arch(target) < 89:
             return f"float8 needs sm_89, the target is sm_{_arch(target)}"
     return None
 

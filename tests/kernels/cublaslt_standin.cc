@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../relax_llm_passes/kernels/cublaslt_abi.h"
+#include "cublaslt_abi.h"
 
 using namespace relax_llm;
 
