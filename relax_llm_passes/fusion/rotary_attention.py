@@ -82,9 +82,7 @@ def _fuse(mod: tvm.IRModule, run: PassRun, append: bool) -> tvm.IRModule:
             mod = mod.clone() if hasattr(mod, "clone") else tvm.IRModule(dict(mod.functions))
             mod.update_func(gvar, func)
             view = FunctionView(mod, gvar)
-            matches = [
-                m for m in find_attention(view, append) if isinstance(m, AttentionMatch)
-            ]
+            matches = [m for m in find_attention(view, append) if isinstance(m, AttentionMatch)]
         regions = [attention_region(m) for m in matches]
         mod, refusals = outline(mod, gvar, regions)
         lost = {r.binding for r in refusals}
@@ -119,9 +117,7 @@ def attention_region(match: AttentionMatch) -> Region:
     if match.caches:
         outputs["key_cache"], outputs["value_cache"] = match.caches
     attrs = {k: v for k, v in match.facts.items() if k != "roles"}
-    return Region(
-        kind=KIND, bindings=list(match.region), roles=roles, outputs=outputs, attrs=attrs
-    )
+    return Region(kind=KIND, bindings=list(match.region), roles=roles, outputs=outputs, attrs=attrs)
 
 
 def _is_var(expr: Any) -> bool:

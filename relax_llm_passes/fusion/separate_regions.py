@@ -46,8 +46,7 @@ def separate_regions(
             continue
         readers = view.users(var)
         outside = view.is_output(var) or any(
-            numbers[0] not in members.get(view.resolve(u.var), [])
-            or view.resolve(u.var) in shared
+            numbers[0] not in members.get(view.resolve(u.var), []) or view.resolve(u.var) in shared
             for u in readers
         )
         if len(numbers) == 1 and not outside:
@@ -80,5 +79,3 @@ def separate_regions(
     func = view.function
     body = new_seq(blocks, func.body.body, func.body.ty)
     return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs, func.span)
-
-

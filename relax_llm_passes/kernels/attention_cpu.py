@@ -23,6 +23,7 @@ from .scalar_expr import (
     any_node,
     bound_analyzer,
     buffer_loads,
+    call_name,
     depends_on,
     dtype_of,
     exp_nonpositive,
@@ -113,9 +114,7 @@ class _Kernel:
 
     def bind_row_values(self, row: int, member: int, s: Any) -> None:
         """Compute what the scores of one row have in common."""
-        self.rows[row] = {
-            var: T.bind(self.at(expr, member, s=s)) for var, expr in self.row_values
-        }
+        self.rows[row] = {var: T.bind(self.at(expr, member, s=s)) for var, expr in self.row_values}
 
     def row_score(self, row: int, member: int, x: Any, s: Any, t: Any) -> Any:
         """Return the score of a row at key t, for the product x."""
@@ -164,7 +163,7 @@ def vector_tanh(expr: Any) -> Any:
     """Write tanh as arithmetic that LLVM vectorises: a polynomial near 0, else by exp."""
 
     def replace(node: Any) -> Any:
-        if not (_is_call(node) and getattr(node.op, "name", "") == "tirx.tanh"):
+        if call_name(node) != "tanh":
             return None
         y = tirx.Var("y", "float32")
         size = tirx.Max(y, -y)
@@ -293,7 +292,7 @@ def _decode_rows(
         else:
             T.buffer_store(top, _f32(_LOWEST), [r])
             T.buffer_store(total, _f32(0.0), [r])
-    append_k, append_v = plan.append_k, plan.append_v
+    append_k = plan.append_k
     T_all = kernel.at(i64(plan.T))
     if append_k is None:
         if part is not None:
@@ -515,7 +514,7 @@ def _products(
     scores: list[Any],
 ) -> None:
     """Store q.k of `size` keys from `first` on; the vector runs over depth, or over keys."""
-    plan, wd = kernel.plan, kernel.wd
+    plan = kernel.plan
     D = plan.D
     if not _contiguous_in(k, plan.d) and _contiguous_in(k, plan.t):
         for r in range(len(rows)):
@@ -605,9 +604,7 @@ def _combine(
             gone = mine == _f32(_LOWEST)
             shift = tirx.Select(gone, _f32(0.0), top[0])
             T.buffer_store(weight, exp_nonpositive(mine - shift), [p])
-            T.buffer_store(
-                total, total[0] + weight[p] * state[base + p, i64(r), i64(1)], [0]
-            )
+            T.buffer_store(total, total[0] + weight[p] * state[base + p, i64(r), i64(1)], [0])
         sums = _local((plan.E,))
         kernel.store_vector(sums, plan.E, kernel.we, lambda _: _f32(0.0))
         with T.serial(i64(splits)) as p, T.serial(i64(plan.E // kernel.we)) as o:
@@ -663,7 +660,7 @@ def _plain(kernel: _Kernel, expr: Any, **axes: Any) -> Any:
 
 
 def _prefill_tile(kernel: _Kernel, first_row: Any, S: Any, rows: int, block: int) -> None:
-    plan, lanes = kernel.plan, kernel.lanes
+    plan = kernel.plan
     D, E, we = plan.D, plan.E, kernel.we
     MR = 4
     first_row = T.bind(first_row)
@@ -782,7 +779,7 @@ def _tile_softmax(
     total: Any,
     correction: Any,
 ) -> None:
-    plan, lanes = kernel.plan, kernel.lanes
+    lanes = kernel.lanes
     s = tirx.Min(first_row + r, S - i64(1))
     kernel.bound = {var: T.bind(_plain(kernel, e, s=s)) for var, e in kernel.row_values}
     top_lanes, sum_lanes = _local((lanes,)), _local((lanes,))
@@ -804,9 +801,7 @@ def _tile_softmax(
     T.buffer_store(highest, top[r], [0])
     with T.serial(i64(lanes)) as lane:
         T.buffer_store(highest, tirx.Max(highest[0], top_lanes[lane]), [0])
-    T.buffer_store(
-        shift, tirx.Select(highest[0] == _f32(_LOWEST), _f32(0.0), highest[0]), [0]
-    )
+    T.buffer_store(shift, tirx.Select(highest[0] == _f32(_LOWEST), _f32(0.0), highest[0]), [0])
     T.buffer_store(correction, exp_nonpositive(top[r] - shift[0]), [r])
     T.buffer_store(top, highest[0], [r])
     with T.serial(i64(block // lanes)) as o, T.vectorized(i64(lanes)) as lane:
@@ -861,5 +856,3 @@ def _tile_values(
                 with T.vectorized(i64(we)) as lane:
                     at = i64((m * NV + n) * we) + lane
                     T.buffer_store(sums, acc[at], [place(m, n, lane)])
-
-

@@ -177,9 +177,7 @@ class _Decode:
         self.keys = keys
         plan = kernel.plan
         self.plan = plan
-        widest = max(
-            [_bits(b) for b in plan.inputs if len(b.shape) > 1] or [32]
-        )
+        widest = max([_bits(b) for b in plan.inputs if len(b.shape) > 1] or [32])
         bits = min(widest, 32)
         lanes, self.dv = decode_lanes(plan.D, bits)
         self.lanes = lanes
@@ -254,13 +252,9 @@ class _Decode:
                     flat = it * i64(_THREADS) + self.thread
                     with T.If(flat < total), T.Then():
                         row, col = tirx.floordiv(flat, i64(width)), tirx.floormod(flat, i64(width))
-                        where = [
-                            kernel.at(i, **{axis: col, "t": past + row}) for i in append.index
-                        ]
+                        where = [kernel.at(i, **{axis: col, "t": past + row}) for i in append.index]
                         value = kernel.at(append.new, **{axis: col, "t": row})
-                        T.buffer_store(
-                            append.cache, _cast(value, str(append.cache.dtype)), where
-                        )
+                        T.buffer_store(append.cache, _cast(value, str(append.cache.dtype)), where)
             _sync()
             self._keys(tirx.Max(begin, past), end, plan.k, plan.v)
 
@@ -272,6 +266,7 @@ class _Decode:
 
     def _copy(self, append: Any, axis: str, t: Any, n: int, vector: int, exact: bool) -> None:
         with T.unroll(i64(n)) as i:
+
             def store() -> None:
                 with T.vectorized(i64(vector)) as j:
                     at = {axis: self._depth(i, j, vector), "t": t}
@@ -314,7 +309,7 @@ class _Decode:
 
     def _keys(self, begin: Any, end: Any, k: Any, v: Any) -> None:
         """Take the keys of [begin, end) into the running softmax; every lane loops alike."""
-        plan, kernel, rows, KT = self.plan, self.kernel, self.rows, self.keys
+        kernel, rows, KT = self.kernel, self.rows, self.keys
         begin, end = T.bind(begin), T.bind(end)
         size = tirx.Max(end - begin, i64(0))
         per_pass = i64(self.groups * KT)
@@ -351,9 +346,7 @@ class _Decode:
                 value = self._stage(v, "e", at[n], self.en, self.ev, self.exact)
                 for r in range(len(rows)):
                     with T.unroll(i64(self.en * self.ev)) as i:
-                        T.buffer_store(
-                            self.sums[r], self.sums[r][i] + scores[r][n] * value[i], [i]
-                        )
+                        T.buffer_store(self.sums[r], self.sums[r][i] + scores[r][n] * value[i], [i])
 
     def _merge(self) -> None:
         """Merge the groups of lanes through shared memory and write the rows."""
@@ -371,9 +364,7 @@ class _Decode:
             with T.unroll(i64(self.en)) as i, T.unroll(i64(self.ev)) as j:
                 e = self._depth(i, j, self.ev)
                 with T.If(e < i64(E)), T.Then():
-                    T.buffer_store(
-                        shared_sums, self.sums[r][i * i64(self.ev) + j], [self.group, e]
-                    )
+                    T.buffer_store(shared_sums, self.sums[r][i * i64(self.ev) + j], [self.group, e])
             _sync()
             top, shift, total = _local((1,)), _local((1,)), _local((1,))
             first = _f32(_LOWEST)
@@ -419,9 +410,7 @@ def _bits(buffer: Any) -> int:
 def _replace_load(expr: Any, load: Any, value: Any) -> Any:
     from .scalar_expr import rewrite
 
-    return rewrite(
-        expr, lambda n: value if isinstance(n, TensorLoad) and n.same_as(load) else None
-    )
+    return rewrite(expr, lambda n: value if isinstance(n, TensorLoad) and n.same_as(load) else None)
 
 
 def _store_out(kernel: _Kernel, member: int, s: Any, e: Any, value: Any, total: Any) -> None:
@@ -600,5 +589,3 @@ def _prefill_block(kernel: _CudaKernel, first_row: Any, S: Any, tile: int, threa
                     value = tirx.Select(total[m] == _f32(0.0), _f32(0.0), value)
                 where = [at(x, s=s, e=e) for x in plan.out_index]
                 T.buffer_store(plan.out, _cast(value, str(plan.out.dtype)), where)
-
-

@@ -420,4 +420,3 @@ def shares_keys(plan: AttentionPlan, group: int) -> bool:
         if depends_on(new, inner):
             return False
     return True
-

@@ -20,6 +20,7 @@ __all__ = [
     "as_float32",
     "bound_analyzer",
     "buffer_loads",
+    "call_name",
     "depends_on",
     "dtype_of",
     "exp_nonpositive",
@@ -68,6 +69,13 @@ def i64(value: Any) -> Any:
 def dtype_of(expr: Any) -> str:
     """Return the dtype of a scalar expression."""
     return str(expr.ty.dtype)
+
+
+def call_name(expr: Any) -> str:
+    """Return the name of the operator that a call expression calls ("tanh"), else ""."""
+    if not isinstance(expr, tvm.ir.Call):
+        return ""
+    return str(getattr(expr.op, "name", "")).rsplit(".", 1)[-1]
 
 
 def is_float(dtype: str) -> bool:

@@ -33,11 +33,11 @@ from ..kernels.scalar_expr import (
     dtype_of,
     i64,
     rewrite,
-    substitute,
 )
 from ..report import Refusal
-from .elements import ELEMENTWISE, LAYOUT, ElementReader, Unreadable, reshaped_index
+from .elements import LAYOUT, ElementReader, Unreadable, is_biased_product, reshaped_index
 from .key_range import key_range
+from .rotary import classify_rotary
 
 __all__ = ["AttentionMatch", "find_attention"]
 
@@ -157,9 +157,7 @@ class _Finder:
         names = {4: ["b", "h"], 3: ["z"], 2: []}.get(len(shape)) or [
             f"z{i}" for i in range(len(shape) - 2)
         ]
-        self.batch = [
-            (tirx.Var(n, "int64"), dim) for n, dim in zip(names, shape[:-2], strict=True)
-        ]
+        self.batch = [(tirx.Var(n, "int64"), dim) for n, dim in zip(names, shape[:-2], strict=True)]
         self.s, self.t, self.d, self.e = (tirx.Var(n, "int64") for n in "stde")
         self.x = tirx.Var("x", "float32")
         self.S, self.E = shape[-2], _static(shape[-1], "value head dim", product)
@@ -177,7 +175,9 @@ class _Finder:
             for var in _size_vars(dim):
                 bound_nonnegative(self.reader.analyzer, var)
 
-    def _operand_index(self, operand: Any, result: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+    def _operand_index(
+        self, operand: Any, result: Sequence[Any], batch: Sequence[Any]
+    ) -> list[Any]:
         """Return the batch indices of a matmul's operand, broadcasting against the result."""
         shape = self.reader.shape(operand)
         own = shape[:-2]
@@ -189,7 +189,9 @@ class _Finder:
             elif self.reader.same(dim, result[offset + i]):
                 index.append(batch[offset + i])
             else:
-                raise _fail(f"batch axis of size {dim} in a product of {result[offset + i]}", operand)
+                raise _fail(
+                    f"batch axis of size {dim} in a product of {result[offset + i]}", operand
+                )
         return index
 
     def _through_guard(self, product: Any, softmax: Any) -> list[Any]:
@@ -247,7 +249,9 @@ class _Finder:
         ]
         flag = inner.read(call.args[0], where)
         at = buffer_loads(flag)
-        if len(at) != 1 or not all(reader.same(a, b) for a, b in zip(at[0].indices, where, strict=True)):
+        if len(at) != 1 or not all(
+            reader.same(a, b) for a, b in zip(at[0].indices, where, strict=True)
+        ):
             raise _fail("a condition on the softmax that is not elementwise in its scores", softmax)
 
         def flag_for(score: float) -> int:
@@ -273,8 +277,10 @@ class _Finder:
 
             return bool(_evaluate(rewrite(guard, put)))
 
-        if guard_for(none_left) != zero_when or guard_for(both) == zero_when or (
-            guard_for(high) == zero_when
+        if (
+            guard_for(none_left) != zero_when
+            or guard_for(both) == zero_when
+            or (guard_for(high) == zero_when)
         ):
             raise _fail("a condition on the softmax that is not 'every score is -inf'", softmax)
         self.zero_if_masked = True
@@ -339,13 +345,7 @@ class _Finder:
 
     def _query_stop(self, var: Any) -> bool:
         """Stop at products and at what a matmul's epilogue does (the bias)."""
-        call = self.view.call(var, "relax.add")
-        if call is None:
-            return False
-        sides = [self.view.resolve(a) for a in call.args]
-        from_product = [self.view.call(_origin(self.view, a), "relax.matmul") for a in sides]
-        others = [a for a, m in zip(sides, from_product, strict=True) if m is None]
-        return len(others) == 1 and (not is_var(others[0]) or self.view.index(others[0]) < 0)
+        return is_biased_product(self.view, var)
 
     def _operands(self, product: Any) -> None:
         reader, view = self.reader, self.view
@@ -582,6 +582,14 @@ class _Finder:
             ),
             "zero_if_masked": plan.zero_if_masked,
         }
+        facts["split"] = any(name.startswith("qkv") for name in facts["roles"])
+        batch = [var for var, _ in plan.batch]
+        ranges = {var: extent for var, extent in plan.batch}
+        ranges[plan.d] = plan.D
+        if len({load.source for load in buffer_loads(plan.q)}) > 1:
+            answer = classify_rotary(plan.q, plan.d, plan.D, batch, ranges)
+            if not isinstance(answer, str):
+                facts["rotary"] = answer[0].to_dict()
         return facts
 
 
@@ -624,16 +632,6 @@ def _size_vars(dim: Any) -> list[Any]:
     found: list[Any] = []
     any_node(dim, lambda n: bool(isinstance(n, tirx.Var) and found.append(n)))
     return found
-
-
-def _origin(view: FunctionView, expr: Any) -> Any:
-    """Look through layout changes."""
-    expr = view.resolve(expr)
-    while True:
-        call = view.call(expr, *LAYOUT)
-        if call is None:
-            return expr
-        expr = view.resolve(call.args[0])
 
 
 def _static(dim: Any, what: str, expr: Any) -> int:
@@ -709,5 +707,3 @@ def _free_sizes(plan: AttentionPlan) -> list[Any]:
             if not any(var.same_as(o) for o in (*given, *own)):
                 free[var] = None
     return list(free)
-
-

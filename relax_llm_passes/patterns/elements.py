@@ -28,7 +28,15 @@ from ..kernels.scalar_expr import (
     is_float,
 )
 
-__all__ = ["ELEMENTWISE", "LAYOUT", "ElementReader", "Unreadable"]
+__all__ = [
+    "ELEMENTWISE",
+    "LAYOUT",
+    "ElementReader",
+    "Unreadable",
+    "is_biased_product",
+    "origin",
+    "reshaped_index",
+]
 
 _INT_MAX = 2**31 - 1  # "to the end", as slices are imported (INT64_MAX, or INT32_MAX)
 
@@ -310,9 +318,7 @@ class ElementReader:
             if stride < 1:
                 raise Unreadable(f"a slice with step {stride}", call)
             size = shape[at]
-            result.append(
-                (at, self._bound(begin, size), self._bound(end, size), stride)
-            )
+            result.append((at, self._bound(begin, size), self._bound(end, size), stride))
         return result
 
     def _bound(self, bound: Any, size: Any) -> Any:
@@ -542,9 +548,7 @@ def reshaped_index(
     while tail < limit and reader.same(new[len(new) - 1 - tail], old[len(old) - 1 - tail]):
         tail += 1
     middle = unravel(
-        reader.simplify(
-            linear_index(index[lead : len(new) - tail], new[lead : len(new) - tail])
-        ),
+        reader.simplify(linear_index(index[lead : len(new) - tail], new[lead : len(new) - tail])),
         old[lead : len(old) - tail],
         reader.simplify,
     )
@@ -570,7 +574,9 @@ def _squeeze(reader: ElementReader, call: Any, index: list[Any], var: Any) -> An
     else:
         gone = {int(a) % len(shape) for a in call.attrs.axis}
     rest = iter(index)
-    return reader.read(call.args[0], [i64(0) if i in gone else next(rest) for i in range(len(shape))])
+    return reader.read(
+        call.args[0], [i64(0) if i in gone else next(rest) for i in range(len(shape))]
+    )
 
 
 def _broadcast_to(reader: ElementReader, call: Any, index: list[Any], var: Any) -> Any:
@@ -646,9 +652,7 @@ def _take(reader: ElementReader, call: Any, index: list[Any], var: Any) -> Any:
         rank = 0
     where = reader.read(picks, index[axis : axis + rank])
     if isinstance(where, tirx.IntImm):
-        if not 0 <= int(where.value) or not (
-            reader.analyzer.can_prove(i64(where) < shape[axis])
-        ):
+        if not 0 <= int(where.value) or not (reader.analyzer.can_prove(i64(where) < shape[axis])):
             raise Unreadable(f"take at {where} of an axis of size {shape[axis]}", var)
     elif buffer_loads(where):
         raise Unreadable("take at positions that come from memory", var)
@@ -746,6 +750,27 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "relax.stack": _stack,
 }
 
+
+def is_biased_product(view: FunctionView, var: Any) -> bool:
+    """Tell whether `var` adds a parameter to a product: a GEMM's epilogue, read as one tensor."""
+    call = view.call(var, "relax.add")
+    if call is None:
+        return False
+    sides = [view.resolve(a) for a in call.args]
+    products = [view.call(origin(view, a), "relax.matmul") is not None for a in sides]
+    others = [a for a, product in zip(sides, products, strict=True) if not product]
+    return len(others) == 1 and (not is_var(others[0]) or view.index(others[0]) < 0)
+
+
+def origin(view: FunctionView, expr: Any) -> Any:
+    """Look through layout changes."""
+    expr = view.resolve(expr)
+    while True:
+        call = view.call(expr, *LAYOUT)
+        if call is None:
+            return expr
+        expr = view.resolve(call.args[0])
+
+
 # Tables of these are small and used by every layer and head: loaded, not computed for each element.
 _NEVER_INLINE = frozenset({"relax.cos", "relax.sin", "relax.sigmoid"})
-

@@ -133,9 +133,7 @@ def _as_mask(expr: Any) -> float | None:
     return None
 
 
-def _border(
-    atom: Any, s: Any, t: Any, analyzer: Any, allowed_when: bool
-) -> tuple[str, Any] | None:
+def _border(atom: Any, s: Any, t: Any, analyzer: Any, allowed_when: bool) -> tuple[str, Any] | None:
     """Return ("end", first key not allowed) or ("begin", first key allowed) for a linear atom."""
     a, b = i64(atom.a), i64(atom.b)
     gap = a - b
@@ -193,8 +191,11 @@ def _leaves_a_key(
     for atom in atoms:
         for allowed in (False, True):
             border = _border(atom, s, t, analyzer, allowed)
-            if border is not None and border[0] == "end" and _mask_value(
-                score, atom, not allowed, None
-            ) is not None and not analyzer.can_prove(value < border[1]):
+            if (
+                border is not None
+                and border[0] == "end"
+                and _mask_value(score, atom, not allowed, None) is not None
+                and not analyzer.can_prove(value < border[1])
+            ):
                 return False
     return True

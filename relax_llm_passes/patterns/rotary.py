@@ -1,0 +1,312 @@
+"""Find rotary position embeddings by what they compute, element by element.
+
+For each constant depth d an element of a rotary is `x[a(d)] * c[...] +- x[b(d)] * s[...]`, or just
+`x[d]` where a partial rotary passes through. Read with `elements.py`, every spelling (split, slices
+and negative/concat, stack, reshape into pairs, take, strided slices, tables from anywhere) gives
+these terms; which d pairs with which tells half-split from interleaved, and how far it goes.
+
+Refused, with the pairing that was found: anything that is neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from ..dataflow import FunctionView, op_name
+from ..kernels.scalar_expr import (
+    TensorLoad,
+    bound_analyzer,
+    buffer_loads,
+    call_name,
+    depends_on,
+    dtype_of,
+    i64,
+    rewrite,
+    substitute,
+)
+from ..report import Refusal
+from .elements import LAYOUT, ElementReader, Unreadable, is_biased_product
+
+__all__ = ["Rotary", "RotaryMatch", "classify_rotary", "find_rotary"]
+
+KIND = "rotary"
+_MAX_DIM = 512
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How a tensor is rotated.
+
+    Attributes
+    ----------
+    style : str
+        "half" (d pairs with d + rotary_dim/2) or "interleaved" (2i pairs with 2i + 1).
+    rotary_dim : int
+        Depths that turn; the rest passes through.
+    head_dim : int
+    """
+
+    style: str
+    rotary_dim: int
+    head_dim: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for reports."""
+        return {"style": self.style, "rotary_dim": self.rotary_dim, "head_dim": self.head_dim}
+
+
+@dataclass
+class RotaryMatch:
+    """A rotary in a function: its result, the tensor that is turned, and how."""
+
+    var: Any
+    source: Any
+    rotary: Rotary
+    tables: list[Any]
+
+
+def _terms(expr: Any, factor: float = 1.0) -> list[tuple[float, list[Any]]] | None:
+    """Return a sum as (constant, loads) products, or None when it is no such sum."""
+    if isinstance(expr, tirx.Cast):
+        return _terms(expr.value, factor)
+    if isinstance(expr, (tirx.FloatImm, tirx.IntImm)):
+        return [(factor * float(expr.value), [])]
+    if isinstance(expr, TensorLoad):
+        return [(factor, [expr])]
+    if isinstance(expr, (tirx.Add, tirx.Sub)):
+        left = _terms(expr.a, factor)
+        right = _terms(expr.b, -factor if isinstance(expr, tirx.Sub) else factor)
+        return None if left is None or right is None else left + right
+    if isinstance(expr, tirx.Mul):
+        left, right = _terms(expr.a), _terms(expr.b)
+        if left is None or right is None:
+            return None
+        return [(factor * a * b, x + y) for a, x in left for b, y in right]
+    return None
+
+
+def _fold_choices(expr: Any, analyzer: Any) -> Any:
+    """Take the branch of every choice whose condition is known."""
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, tirx.Select):
+            parts = [node.condition, node.true_value, node.false_value]
+        elif call_name(node) == "if_then_else":
+            parts = list(node.args)
+        else:
+            return None
+        cond = analyzer.simplify(parts[0])
+        if isinstance(cond, tirx.IntImm):
+            return _fold_choices(parts[1] if int(cond.value) else parts[2], analyzer)
+        return None
+
+    return rewrite(expr, visit)
+
+
+def _at_depth(expr: Any, d: Any, value: int, analyzer: Any) -> list[tuple[float, list[Any]]] | None:
+    fixed = _fold_choices(substitute(expr, {d: i64(value)}), analyzer)
+    terms = _terms(fixed)
+    return None if terms is None else [t for t in terms if t[0] != 0.0]
+
+
+def _gap(a: Any, b: Any, analyzer: Any) -> int | None:
+    """Return b - a of two loads of one tensor that differ in one index by a constant."""
+    differences = []
+    for i, j in zip(a.indices, b.indices, strict=True):
+        step = analyzer.simplify(j - i)
+        if not isinstance(step, tirx.IntImm):
+            return None
+        if int(step.value):
+            differences.append(int(step.value))
+    return differences[0] if len(differences) == 1 else None
+
+
+def classify_rotary(
+    expr: Any, d: Any, size: int, heads: Sequence[Any], ranges: dict[Any, Any]
+) -> tuple[Rotary, Any, list[Any]] | str:
+    """Return (rotary, turned buffer, table buffers), or what is wrong with it.
+
+    Parameters
+    ----------
+    expr : float32 expression over d and other index variables
+    d, size : the depth variable and its extent
+    heads : sequence of Var
+        Variables on which the turned tensor depends and the tables do not.
+    ranges : mapping
+        Index variables with their extents.
+    """
+    analyzer = bound_analyzer(ranges)
+    first = _at_depth(expr, d, 0, analyzer)
+    if first is None or len(first) != 2 or any(len(loads) != 2 for _, loads in first):
+        return "not a sum of two products of a tensor and a table"
+    source = _turned(first, heads)
+    if source is None:
+        return "the turned tensor cannot be told from the tables"
+    pairs: dict[int, int] = {}
+    tables: dict[Any, Any] = {}
+    for depth in range(size):
+        terms = first if depth == 0 else _at_depth(expr, d, depth, analyzer)
+        if terms is None:
+            return f"depth {depth} is no sum of products"
+        mine = [[x for x in loads if x.source.same_as(source)] for _, loads in terms]
+        others = [[x for x in loads if not x.source.same_as(source)] for _, loads in terms]
+        if len(terms) == 1 and len(mine[0]) == 1 and not others[0]:
+            continue  # passes through
+        if len(terms) != 2 or any(len(m) != 1 for m in mine) or any(len(o) != 1 for o in others):
+            return f"depth {depth} is no rotation of two elements"
+        gap = _gap(mine[0][0], mine[1][0], analyzer)
+        pairs[depth] = abs(gap or 0)
+        for other in others:
+            tables[other[0].source] = None
+    return _style(expr, d, size, source, pairs, list(tables), analyzer)
+
+
+def _turned(terms: list[tuple[float, list[Any]]], heads: Sequence[Any]) -> Any:
+    """Return the buffer of the turned tensor: in both products, or with an axis tables lack."""
+    one, other = terms[0][1]
+    in_both = [x for x in (one, other) if any(x.source.same_as(y.source) for y in terms[1][1])]
+    if len(in_both) == 1:
+        return in_both[0].source
+
+    def wider(a: Any, b: Any) -> bool:
+        return any(depends_on(a, v) and not depends_on(b, v) for v in heads)
+
+    if wider(one, other) == wider(other, one):
+        return None
+    return one.source if wider(one, other) else other.source
+
+
+def _style(
+    expr: Any, d: Any, size: int, source: Any, pairs: Any, tables: list[Any], analyzer: Any
+) -> tuple[Rotary, Any, list[Any]] | str:
+    rotary_dim = len(pairs)
+    if not rotary_dim or sorted(pairs) != list(range(rotary_dim)) or rotary_dim % 2:
+        return f"{rotary_dim} depths turn, and they are no even prefix"
+    half = rotary_dim // 2
+    gaps = [pairs[i] for i in range(rotary_dim)]
+    for style in ("half", "interleaved"):
+        want = half if style == "half" else 1
+        if all(g == want for g in gaps) and _signs(expr, d, rotary_dim, style, source, analyzer):
+            return Rotary(style, rotary_dim, size), source, tables
+    return f"pairs depth 0 with depth {gaps[0]} of {rotary_dim}, in an order that is no rotary"
+
+
+def _signs(expr: Any, d: Any, width: int, style: str, source: Any, analyzer: Any) -> bool:
+    """Check that each pair (x, y) becomes (x c - y s, y c + x s), with one table for each role."""
+    half = width // 2
+    for depth in range(width):
+        second = depth >= half if style == "half" else depth % 2 == 1
+        partner = depth + (half if style == "half" else 1) * (-1 if second else 1)
+        found = _loads_at(expr, d, depth, source, analyzer)
+        theirs = _loads_at(expr, d, partner, source, analyzer)
+        if found is None or theirs is None:
+            return False
+        (c0, x0), (c1, x1) = found
+        (p0, y0), (p1, y1) = theirs
+        # x0 and x1 are the two elements of the pair; both depths must use the same two.
+        same = {_key(x0, analyzer), _key(x1, analyzer)} == {_key(y0, analyzer), _key(y1, analyzer)}
+        if not same:
+            return False
+        negatives = [c0 < 0, c1 < 0, p0 < 0, p1 < 0]
+        if sum(negatives) != 1 or (sum(negatives[:2]) == 1) == second:
+            return False
+    return True
+
+
+def _key(load: Any, analyzer: Any) -> str:
+    return str([analyzer.simplify(i) for i in load.indices])
+
+
+def _loads_at(
+    expr: Any, d: Any, depth: int, source: Any, analyzer: Any
+) -> list[tuple[float, Any]] | None:
+    terms = _at_depth(expr, d, depth, analyzer)
+    if terms is None or len(terms) != 2:
+        return None
+    found = []
+    for factor, loads in terms:
+        mine = [x for x in loads if x.source.same_as(source)]
+        if len(mine) != 1:
+            return None
+        found.append((factor, mine[0]))
+    return found
+
+
+_MAKES = ("relax.add", "relax.subtract", "relax.concat", "relax.reshape", "relax.stack")
+
+
+def find_rotary(view: FunctionView) -> list[RotaryMatch | Refusal]:
+    """Return every rotary of a scope over its last axis, each as far down as it is one."""
+    found: list[RotaryMatch | Refusal] = []
+    taken: dict[Any, None] = {}
+    for binding in reversed(view.bindings):
+        var = binding.var
+        if op_name(binding.value) not in _MAKES or var in taken:
+            continue
+        if _is_view_of_rotary(view, var):
+            continue
+        match = match_rotary(view, var)
+        if match is not None:
+            found.append(match)
+            taken.update(_cone(view, var))
+    found.reverse()
+    return found
+
+
+def _is_view_of_rotary(view: FunctionView, var: Any) -> bool:
+    """Tell whether `var` only rearranges a rotary (an expanded head, say) that counts itself."""
+    if op_name(view.value(var)) != "relax.reshape":
+        return False
+    source = var
+    while True:
+        call = view.call(source, *LAYOUT)
+        if call is None:
+            return isinstance(match_rotary(view, source), RotaryMatch)
+        source = view.resolve(call.args[0])
+
+
+def _cone(view: FunctionView, var: Any) -> dict[Any, None]:
+    reader = ElementReader(view)
+    try:
+        shape = reader.shape(var)
+        reader.read(var, [tirx.Var(f"i{n}", "int64") for n in range(len(shape))])
+    except Unreadable:
+        return {var: None}
+    return dict(reader.inside)
+
+
+def match_rotary(view: FunctionView, var: Any) -> RotaryMatch | Refusal | None:
+    """Return the rotary that `var` is, a Refusal for a near miss, or None for anything else."""
+    shape = view.shape(var)
+    if shape is None or len(shape) < 2 or not isinstance(shape[-1], int):
+        return None
+    size = shape[-1]
+    if size % 2 or size > _MAX_DIM or "float" not in (view.dtype(var) or ""):
+        return None
+    index = [tirx.Var(f"i{n}", "int64") for n in range(len(shape))]
+    ranges = dict(zip(index, shape, strict=True))
+    reader = ElementReader(view, lambda v: is_biased_product(view, v), ranges)
+    try:
+        expr = reader.read(var, index)
+    except Unreadable:
+        return None
+    loads = buffer_loads(expr)
+    if len({str(x.source.name) for x in loads}) < 2 or dtype_of(expr) != "float32":
+        return None
+    names = {b: v for v, b in reader.leaves.items()}
+    answer = classify_rotary(expr, index[-1], size, index[:-1], ranges)
+    if isinstance(answer, str):
+        trigonometric = any(
+            view.call(names[x.source], "relax.cos", "relax.sin") is not None
+            for x in loads
+            if x.source in names
+        )
+        if trigonometric and op_name(view.value(var)) in ("relax.add", "relax.subtract"):
+            return Refusal(answer, KIND, view.name, getattr(var, "name", ""))
+        return None
+    rotary, source, tables = answer
+    return RotaryMatch(var, names[source], rotary, [names[t] for t in tables])
