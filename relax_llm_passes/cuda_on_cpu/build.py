@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 _COMMON = ["-std=gnu++17", "-fPIC", "-w", "-fno-strict-aliasing"]
 # Kernels. -ffp-contract=fast as nvcc (-fmad=true): a * b + c is one operation where the CPU has it.
 _KERNEL = [*_COMMON, "-O1", "-march=native", "-ffp-contract=fast", "-fno-threadsafe-statics", "-g1",
-           "-fno-toplevel-reorder", "-shared"]  # fmt: skip
+           "-fno-toplevel-reorder"]  # fmt: skip
 # The instrumented build. Without the two passes that split the copy of a vector into its fields, each
 # access is counted and checked with the width that the device would use.
 _CHECKED = ["-fsanitize=thread", "--param=tsan-distinguish-volatile=1",
@@ -85,6 +85,22 @@ def _run(command: Sequence[str], what: str) -> None:
     )
 
 
+def _precompiled_header(flags: Sequence[str]) -> Path:
+    """A folder with emu.h compiled under these flags: most of a kernel's time is that header."""
+    key = hashlib.sha256("\0".join([*flags, _machine(), _sources("device")]).encode()).hexdigest()
+    folder = cache_dir() / f"header-{key[:24]}"
+    header = folder / "emu.h.gch"
+    if not header.exists():
+        with _locked(cache_dir() / f"header-{key[:24]}.lock"):
+            if not header.exists():
+                folder.mkdir(exist_ok=True)
+                partial = folder / "partial"
+                _run(["g++", *flags, f"-I{_HERE / 'device'}", "-x", "c++-header", "-o",
+                      str(partial), str(_HERE / "device" / "emu.h")], "emu.h")  # fmt: skip
+                os.replace(partial, header)
+    return folder
+
+
 def build_kernels(code: str, checked: bool, arch: int = 900) -> Path:
     """Compile CUDA source into a shared library for the CPU.
 
@@ -107,9 +123,10 @@ def build_kernels(code: str, checked: bool, arch: int = 900) -> Path:
     UnsupportedError
         The source uses something that is not emulated; the message names it.
     """
-    flags = [*_KERNEL, *(_CHECKED if checked else []), f"-D__CUDA_ARCH__={arch}"]
+    # One precompiled header serves every architecture, so the macro goes into the source.
+    flags = [*_KERNEL, *(_CHECKED if checked else [])]
     key = hashlib.sha256(
-        "\0".join([code, *flags, _machine(), _sources("device"), _python_sources()]).encode()
+        "\0".join([code, str(arch), *flags, _machine(), _sources("device"), _python_sources()]).encode()
     ).hexdigest()[:24]
     library = cache_dir() / f"{key}.so"
     if library.exists():
@@ -119,14 +136,13 @@ def build_kernels(code: str, checked: bool, arch: int = 900) -> Path:
             return library
         with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="build-") as work:
             source = Path(work) / "kernel.cc"
-            source.write_text(translate(code))
+            source.write_text(translate(code, arch))
             (Path(work) / "kernel.cu").write_text(code)
             output = Path(work) / "kernel.so"
             # The link must not add the sanitizer's own runtime: the hooks are ours.
             obj = Path(work) / "kernel.o"
-            compile_flags = [f for f in flags if f != "-shared"]
-            _run(["g++", *compile_flags, f"-I{_HERE / 'device'}", "-c", "-o", str(obj),
-                  str(source)], "CUDA source")  # fmt: skip
+            _run(["g++", *flags, f"-I{_precompiled_header(flags)}", f"-I{_HERE / 'device'}",
+                  "-c", "-o", str(obj), str(source)], "CUDA source")  # fmt: skip
             _run(["g++", "-shared", "-o", str(output), str(obj)], "CUDA source")
             os.replace(Path(work) / "kernel.cu", library.with_suffix(".cu"))
             os.replace(output, library)

@@ -144,13 +144,15 @@ def _strip_comments(code: str) -> str:
     )
 
 
-def translate(code: str) -> str:
+def translate(code: str, arch: int = 900) -> str:
     """C++ for g++ from CUDA C++ as TVM generates it.
 
     Parameters
     ----------
     code : str
         One translation unit with ``extern "C" __global__`` kernels. Line numbers are kept.
+    arch : int
+        Value of ``__CUDA_ARCH__``.
 
     Returns
     -------
@@ -183,7 +185,7 @@ def translate(code: str) -> str:
     definitions = "\n".join(f"EMU_KERNEL({name})" for name, *_ in kernels)
     rows = " ".join(f"EMU_KERNEL_ROW({name}, {bounds})" for name, _, _, bounds in kernels)
     return (
-        f'#include "emu.h"\n{ptx}#line 1 "kernel.cu"\n{text}\n#line 1 "emu_kernels"\n{definitions}\n'
+        f'#include "emu.h"\n#define __CUDA_ARCH__ {arch}\n{ptx}#line 1 "kernel.cu"\n{text}\n#line 1 "emu_kernels"\n{definitions}\n'
         f'extern "C" const EmuKernel emu_kernels[] = {{ {rows} '
         "{nullptr, nullptr, nullptr, nullptr, 0} };\n"
     )

@@ -13,9 +13,6 @@
 
 #include "emu_abi.h"
 
-#ifndef __CUDA_ARCH__
-#define __CUDA_ARCH__ 900
-#endif
 #define __CUDACC_VER_MAJOR__ 13
 #define __CUDACC_VER_MINOR__ 0
 #define __global__

@@ -172,9 +172,11 @@ void check_access(void* address, size_t n, bool write, bool atomic, void* instru
                " by " + thread_name(f->linear), instruction);
     return;
   }
-  if (n <= 16 && (n & (n - 1)) == 0 && (uintptr_t)p % n)
+  if (n <= 16 && (n & (n - 1)) == 0 && (uintptr_t)p % n) {
     finding_at("misaligned", std::string(direction) + " of " + std::to_string(n) +
                " bytes at an address that is not a multiple of it", instruction);
+    abandon_launch();  // an error on the device too; and the CPU's vector moves would fault
+  }
   count_access(f, p, n, write, place.shared, instruction);
   if (atomic) current.atomics++;
   update(place, p, n, write, atomic, instruction);
