@@ -33,12 +33,15 @@ class UnknownNameError(InputError):
         The names that exist.
     """
 
-    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, what: str, name: str | None = None, known: Iterable[str] = ()) -> None:
         known = sorted(known)
+        self.name = name or ""
+        self.known = known
+        if name is None:  # a text that is complete, from the other side of TVM's FFI
+            super().__init__(what)
+            return
         folded = {k.lower(): k for k in known}
         close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.5)
         hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
         listed = ", ".join(known) if known else "none"
         super().__init__(f"unknown {what} {name!r}{hint} Known: {listed}")
-        self.name = name
-        self.known = known

@@ -153,7 +153,16 @@ class Pipeline:
             self.report.add(_report.PassRecord(step.name)).note(left_out)
             return mod
         start = time.perf_counter()
-        new = step.transform(mod)
+        try:
+            new = step.transform(mod)
+        except Exception as error:
+            if verifier is None or isinstance(error, InputError):
+                raise
+            if len(self.report.passes) == count:
+                self.report.add(_report.PassRecord(step.name))
+            reason = str(error).strip().splitlines() or [""]
+            self.report.passes[-1].note(f"undone: {type(error).__name__}: {reason[-1].strip()}")
+            return mod
         seconds = time.perf_counter() - start
         if len(self.report.passes) == count:
             self.report.add(_report.PassRecord(step.name, seconds))

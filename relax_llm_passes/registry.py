@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
+import tvm_ffi
 
 from . import options as _options
 from . import report as _report
-from .errors import InputError, UnknownNameError
+from .errors import InputError, RelaxLLMError, UnknownNameError, UnsupportedError
 
 __all__ = [
     "STAGES",
@@ -31,6 +32,10 @@ __all__ = [
     "lookup",
     "register_pass",
 ]
+
+# A pass runs behind TVM's FFI, which turns exceptions that it does not know into RuntimeError.
+for _error in (RelaxLLMError, InputError, UnsupportedError, UnknownNameError):
+    tvm_ffi.register_error(_error.__name__, _error)
 
 # In the order in which default_pipeline runs them.
 STAGES = ("clean", "raise", "fuse", "lower", "schedule", "finish", "optional")
