@@ -59,6 +59,7 @@ def _out_of_bounds(call: Any, defined: dict[Any, Any]) -> str | None:
         problem = f"index {high}"
     if problem is None:
         return None
+    extent = int(extent.value) if hasattr(extent, "value") else extent
     return (
         f"take reads {problem} on axis {axis} of extent {extent} in mode {mode!r}, which does not check: "
         "it reads outside the tensor"

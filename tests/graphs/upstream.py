@@ -1,4 +1,4 @@
-"""What stock TVM makes of each graph: compile, run and compare, each in a process of its own.
+"""What stock TVM makes of each graph: compile, run and compare, in processes of their own.
 
     python tests/graphs/upstream.py [--only NAME ...] [--jobs N]      # writes upstream.json
 
@@ -65,29 +65,55 @@ def run_stock(graph: corpus.Graph, pipeline: str) -> str:
     return "ok" if verdict.ok else f"wrong result: {verdict.max_rel_err:.1e} in {verdict.worst}"
 
 
-def _reason(code: int, stderr: str) -> str:
-    if code < 0:
-        return f"process dies (signal {-code})"
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+def _reason(text: str) -> str:
+    """The telling line of an error text, short."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [
         line
         for line in lines
         if ("Error" in line or "Check failed" in line or "CodeGenVM" in line)
         and not line.startswith(("File", "Warning"))
     ]
-    text = telling[0] if telling else (lines[-1] if lines else f"exit code {code}")
-    return text.split(" --> ")[0][:160]
+    return (telling or lines or ["no message"])[0].split(" --> ")[0][:160]
 
 
-def _isolated(job: tuple[str, str]) -> str:
-    name, pipeline = job
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", name, pipeline]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return f"not done after {TIMEOUT} s"
-    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return found[-1][7:] if found else _reason(done.returncode, done.stderr)
+def _child(name: str, pipelines: list[str]) -> None:
+    graph = corpus.load(name, HERE)
+    for pipeline in pipelines:
+        print(f"BEGIN {pipeline}", flush=True)
+        try:
+            outcome = run_stock(graph, pipeline)
+        except Exception as err:  # whatever upstream raises is the finding
+            outcome = f"{type(err).__name__}: {_reason(str(err))}"
+        print(f"RESULT {pipeline} {outcome}", flush=True)
+
+
+def _isolated(job: tuple[str, list[str]]) -> tuple[str, dict[str, str]]:
+    """All pipelines of one graph in one process; a new one for the rest when it dies."""
+    name, waiting = job[0], list(job[1])
+    found: dict[str, str] = {}
+    while waiting:
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", name, *waiting]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT, check=False
+            )
+            output, died = done.stdout, f"process dies (signal {-done.returncode})"
+            if done.returncode > 0:
+                died = _reason(done.stderr)
+        except subprocess.TimeoutExpired as err:
+            raw = err.stdout or b""
+            output = raw.decode() if isinstance(raw, bytes) else raw
+            died = f"not done after {TIMEOUT} s"
+        for line in output.splitlines():
+            if line.startswith("RESULT "):
+                _, pipeline, outcome = line.split(" ", 2)
+                found[pipeline] = outcome
+        rest = [pipeline for pipeline in waiting if pipeline not in found]
+        if rest:
+            found[rest.pop(0)] = died
+        waiting = rest
+    return name, found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,11 +122,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--missing", action="store_true", help="leave alone what is recorded")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        name, pipeline = options.child
-        print("RESULT " + run_stock(corpus.load(name, HERE), pipeline), flush=True)
+        _child(options.child[0], options.child[1:])
         return 0
     names = [
         name
@@ -109,17 +134,22 @@ def main(argv: list[str] | None = None) -> int:
     ]
     path = HERE / "upstream.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    jobs = [
-        (name, pipeline)
-        for name in names
-        for pipeline in PIPELINES
-        if pipeline.startswith("cuda") or "llvm" in corpus.load(name, HERE).info["runs_on"]
-        if not (options.missing and pipeline in results.get(name, {}))
-    ]
+    jobs = []
+    for name in names:
+        runs_on = corpus.load(name, HERE).info["runs_on"]
+        wanted = [
+            pipeline
+            for pipeline in PIPELINES
+            if (pipeline.startswith("cuda") or "llvm" in runs_on)
+            and not (options.missing and pipeline in results.get(name, {}))
+        ]
+        if wanted:
+            jobs.append((name, wanted))
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (name, pipeline), outcome in zip(jobs, pool.map(_isolated, jobs), strict=True):
-            results.setdefault(name, {})[pipeline] = outcome
-            print(f"{name:32} {pipeline:14} {outcome}", flush=True)
+        for name, outcomes in pool.map(_isolated, jobs):
+            results.setdefault(name, {}).update(outcomes)
+            for pipeline, outcome in outcomes.items():
+                print(f"{name:32} {pipeline:14} {outcome}", flush=True)
             kept = {key: results[key] for key in sorted(results)}
             path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     return 0

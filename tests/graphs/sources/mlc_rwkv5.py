@@ -155,7 +155,8 @@ def _with_aliases(mod: Any, method: str) -> Any:
             super().visit_var_binding_(binding)
             self.count += 1
             if self.count % 3 == 0 and isinstance(binding.var, relax.DataflowVar):
-                first = self.get_var_remap(binding.var) or binding.var
+                first = self.get_var_remap(binding.var)
+                first = binding.var if first is None else first
                 self.set_var_remap(binding.var, self.builder_.emit(first))
 
     mutator = Alias()

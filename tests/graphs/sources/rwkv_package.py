@@ -69,8 +69,10 @@ def _weights(generation: str, size: str) -> dict[str, tuple[int, ...]]:
 
 
 def _rule(name: str, shape: tuple[int, ...]) -> list[Any]:
-    """Rules for the weights as the package keeps them after loading (decay already in (0, 1) for 5 and 6.0's base,
-    matrices as (in, out))."""
+    """Rules for the weights as the package keeps them after loading.
+
+    There the decay of generation 5 is already in (0, 1), and matrices are (in, out).
+    """
     leaf = name.rpartition("_")[2]
     if "time_mix" in name or ("time_maa_" in name and len(shape) == 1) or "_x_" in name:
         return ["uniform", 0.1, 0.9]
@@ -152,12 +154,16 @@ def make_module(generation: str, size: str, mode: str) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.names = {key: key.replace(".", "_") for key in weights}
-            for key, name in self.names.items():
+            for key, name in list(self.names.items()):
+                if weights[key].numel() == 0:  # generation 7 has no value mix in its first layer
+                    del self.names[key]
+                    continue
                 value = weights[key].detach().clone(memory_format=torch.contiguous_format)
                 self.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
 
         def forward(self, tokens: Any, state: Any) -> Any:
-            table: dict[str, Any] = {k: getattr(self, name) for k, name in self.names.items()}
+            table: dict[str, Any] = dict(weights)
+            table |= {k: getattr(self, name) for k, name in self.names.items()}
             table["emb.weight"] = _Embedding(table["emb.weight"])
             kept = list(state)
             if generation == "7":

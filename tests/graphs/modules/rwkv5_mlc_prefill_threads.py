@@ -1,0 +1,202 @@
+# from typing import TypeVar
+# from tvm.script import ir as I
+# from tvm.script import tirx as T
+# from tvm.tirx.layout import Axis
+# from tvm.script import relax as R
+
+seq_len = TypeVar("seq_len")
+batch_size = TypeVar("batch_size")
+@I.ir_module
+class Module:
+    @T.prim_func(private=True, s_tir=True)
+    def last_token(layer_norm1: T.Buffer((T.int64(1), seq_len, T.int64(128)), "float32"), compute: T.Buffer((T.int64(1), T.int64(1), T.int64(128)), "float32")):
+        T.func_attr({"tirx.noalias": True})
+        # with T.sblock("root"):
+        for b, _, j in T.grid(T.int64(1), T.int64(1), T.int64(128)):
+            with T.sblock("compute"):
+                v_b, v__, v_j = T.axis.remap("SSS", [b, _, j])
+                T.reads(layer_norm1[v_b, seq_len - T.int64(1), v_j])
+                T.writes(compute[v_b, v__, v_j])
+                compute[v_b, v__, v_j] = layer_norm1[v_b, seq_len - T.int64(1), v_j]
+
+    @T.prim_func(private=True, s_tir=True)
+    def token_shift(att_x_0: T.Buffer((T.int64(1), T.int64(128)), "float32"), layer_norm1: T.Buffer((T.int64(1), seq_len, T.int64(128)), "float32"), compute: T.Buffer((T.int64(1), seq_len, T.int64(128)), "float32")):
+        T.func_attr({"tirx.noalias": True})
+        # with T.sblock("root"):
+        for b, i, j in T.grid(T.int64(1), seq_len, T.int64(128)):
+            with T.sblock("compute"):
+                v_b, v_i, v_j = T.axis.remap("SSS", [b, i, j])
+                T.reads(att_x_0[v_b, v_j], layer_norm1[v_b, v_i - T.int64(1), v_j])
+                T.writes(compute[v_b, v_i, v_j])
+                compute[v_b, v_i, v_j] = T.if_then_else(v_i == T.int64(0), att_x_0[v_b, v_j], layer_norm1[v_b, v_i - T.int64(1), v_j])
+
+    @T.prim_func(s_tir=True)
+    def wkv_func(r_buf: T.Buffer((batch_size, seq_len, 2, 64), "float32"), k_buf: T.Buffer((batch_size, seq_len, 2, 64), "float32"), v_buf: T.Buffer((batch_size, seq_len, 2, 64), "float32"), time_decay_buf: T.Buffer((2, 64), "float32"), time_faaaa_buf: T.Buffer((2, 64), "float32"), state_buf: T.Buffer((batch_size, 2, 64, 64), "float32"), out_buf: T.Buffer((batch_size, seq_len, 2, 64), "float32"), out_state_buf: T.Buffer((batch_size, 2, 64, 64), "float32")):
+        T.func_attr({"op_pattern": 8, "tirx.is_scheduled": 1, "tirx.noalias": True})
+        # with T.sblock("root"):
+        for b in T.thread_binding(batch_size, thread="blockIdx.y"):
+            for h in T.thread_binding(2, thread="blockIdx.x"):
+                for i in T.thread_binding(64, thread="threadIdx.x"):
+                    for j in range(64):
+                        with T.sblock("init_state"):
+                            vb, vh, vi, vj = T.axis.remap("SSSS", [b, h, i, j])
+                            T.reads(state_buf[vb, vh, vi, vj])
+                            T.writes(out_state_buf[vb, vh, vi, vj])
+                            out_state_buf[vb, vh, vi, vj] = state_buf[vb, vh, vi, vj]
+                    for t in range(seq_len):
+                        with T.sblock("comput"):
+                            vb = T.axis.spatial(batch_size, b)
+                            vt = T.axis.opaque(seq_len, t)
+                            vh, vi = T.axis.remap("SS", [h, i])
+                            T.reads(k_buf[vb, vt, vh, 0:64], v_buf[vb, vt, vh, vi], out_buf[vb, vt, vh, vi], r_buf[vb, vt, vh, 0:64], time_faaaa_buf[vh, 0:64], out_state_buf[vb, vh, vi, 0:64], time_decay_buf[vh, 0:64])
+                            T.writes(out_buf[vb, vt, vh, vi], out_state_buf[vb, vh, vi, 0:64])
+                            out_buf[vb, vt, vh, vi] = T.float32(0.0)
+                            for k in range(64):
+                                x: T.let[T.float32] = k_buf[vb, vt, vh, k] * v_buf[vb, vt, vh, vi]
+                                out_buf[vb, vt, vh, vi] = out_buf[vb, vt, vh, vi] + r_buf[vb, vt, vh, k] * (time_faaaa_buf[vh, k] * x + out_state_buf[vb, vh, vi, k])
+                                out_state_buf[vb, vh, vi, k] = out_state_buf[vb, vh, vi, k] * time_decay_buf[vh, k] + x
+
+    @R.function
+    def prefill(input_ids: R.Tensor((1, seq_len), dtype="int32"), att_x_0: R.Tensor((1, 128), dtype="float32"), att_kv_0: R.Tensor((1, 2, 64, 64), dtype="float32"), ffn_x_0: R.Tensor((1, 128), dtype="float32"), att_x_1: R.Tensor((1, 128), dtype="float32"), att_kv_1: R.Tensor((1, 2, 64, 64), dtype="float32"), ffn_x_1: R.Tensor((1, 128), dtype="float32"), model_model_embeddings_weight: R.Tensor((97, 128), dtype="float32"), model_model_blocks_0_pre_ln_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_0_pre_ln_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_0_ln1_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_0_ln1_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_0_ln2_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_0_ln2_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_0_attention_time_decay: R.Tensor((2, 64), dtype="float32"), model_model_blocks_0_attention_time_faaaa: R.Tensor((2, 64), dtype="float32"), model_model_blocks_0_attention_time_mix_gate: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_0_attention_time_mix_key: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_0_attention_time_mix_value: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_0_attention_time_mix_receptance: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_0_attention_key_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_0_attention_value_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_0_attention_receptance_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_0_attention_gate_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_0_attention_output_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_0_attention_ln_x_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_0_attention_ln_x_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_0_feed_forward_time_mix_key: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_0_feed_forward_time_mix_receptance: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_0_feed_forward_key_weight: R.Tensor((448, 128), dtype="float32"), model_model_blocks_0_feed_forward_receptance_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_0_feed_forward_value_weight: R.Tensor((128, 448), dtype="float32"), model_model_blocks_1_ln1_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_1_ln1_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_1_ln2_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_1_ln2_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_1_attention_time_decay: R.Tensor((2, 64), dtype="float32"), model_model_blocks_1_attention_time_faaaa: R.Tensor((2, 64), dtype="float32"), model_model_blocks_1_attention_time_mix_gate: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_1_attention_time_mix_key: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_1_attention_time_mix_value: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_1_attention_time_mix_receptance: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_1_attention_key_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_1_attention_value_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_1_attention_receptance_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_1_attention_gate_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_1_attention_output_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_1_attention_ln_x_weight: R.Tensor((128,), dtype="float32"), model_model_blocks_1_attention_ln_x_bias: R.Tensor((128,), dtype="float32"), model_model_blocks_1_feed_forward_time_mix_key: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_1_feed_forward_time_mix_receptance: R.Tensor((1, 1, 128), dtype="float32"), model_model_blocks_1_feed_forward_key_weight: R.Tensor((448, 128), dtype="float32"), model_model_blocks_1_feed_forward_receptance_weight: R.Tensor((128, 128), dtype="float32"), model_model_blocks_1_feed_forward_value_weight: R.Tensor((128, 448), dtype="float32"), model_model_ln_out_weight: R.Tensor((128,), dtype="float32"), model_model_ln_out_bias: R.Tensor((128,), dtype="float32"), model_head_weight: R.Tensor((97, 128), dtype="float32")) -> R.Tuple(R.Tensor((1, 1, 97), dtype="float32"), R.Tensor((1, 128), dtype="float32"), R.Tensor((1, 2, 64, 64), dtype="float32"), R.Tensor((1, 128), dtype="float32"), R.Tensor((1, 128), dtype="float32"), R.Tensor((1, 2, 64, 64), dtype="float32"), R.Tensor((1, 128), dtype="float32")):
+        R.func_attr({"num_input": 7})
+        cls = Module
+        with R.dataflow():
+            reshape: R.Tensor((seq_len,), dtype="int32") = R.reshape(input_ids, R.shape([seq_len]))
+            take: R.Tensor((seq_len, 128), dtype="float32") = R.take(model_model_embeddings_weight, reshape, axis=0, mode="fast")
+            reshape1: R.Tensor((1, seq_len, 128), dtype="float32") = R.reshape(take, R.shape([1, seq_len, 128]))
+            layer_norm: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.layer_norm(reshape1, model_model_blocks_0_pre_ln_weight, model_model_blocks_0_pre_ln_bias, axes=[-1], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            layer_norm1: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.layer_norm(layer_norm, model_model_blocks_0_ln1_weight, model_model_blocks_0_ln1_bias, axes=[-1], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            lv = R.call_tir(cls.token_shift, (att_x_0, layer_norm1), out_ty=R.Tensor((1, seq_len, 128), dtype="float32"))
+            mul: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm1, model_model_blocks_0_attention_time_mix_key)
+            subtract: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_0_attention_time_mix_key)
+            mul1: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv, subtract)
+            add: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul, mul1)
+            mul2: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm1, model_model_blocks_0_attention_time_mix_value)
+            subtract1: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_0_attention_time_mix_value)
+            mul3: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv, subtract1)
+            add1: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul2, mul3)
+            mul4: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm1, model_model_blocks_0_attention_time_mix_receptance)
+            subtract2: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_0_attention_time_mix_receptance)
+            mul5: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv, subtract2)
+            add2: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul4, mul5)
+            mul6: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm1, model_model_blocks_0_attention_time_mix_gate)
+            subtract3: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_0_attention_time_mix_gate)
+            mul7: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv, subtract3)
+            add3: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul6, mul7)
+            permute_dims: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_attention_receptance_weight, axes=None)
+            matmul: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add2, permute_dims, out_dtype=None)
+            reshape2: R.Tensor((1, seq_len, 2, 64), dtype="float32") = R.reshape(matmul, R.shape([1, seq_len, 2, 64]))
+            permute_dims1: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_attention_key_weight, axes=None)
+            matmul1: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add, permute_dims1, out_dtype=None)
+            reshape3: R.Tensor((1, seq_len, 2, 64), dtype="float32") = R.reshape(matmul1, R.shape([1, seq_len, 2, 64]))
+            permute_dims2: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_attention_value_weight, axes=None)
+            matmul2: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add1, permute_dims2, out_dtype=None)
+            reshape4: R.Tensor((1, seq_len, 2, 64), dtype="float32") = R.reshape(matmul2, R.shape([1, seq_len, 2, 64]))
+            permute_dims3: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_attention_gate_weight, axes=None)
+            matmul3: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add3, permute_dims3, out_dtype=None)
+            silu: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.silu(matmul3)
+            lv1 = R.call_tir(cls.wkv_func, (reshape2, reshape3, reshape4, model_model_blocks_0_attention_time_decay, model_model_blocks_0_attention_time_faaaa, att_kv_0), out_ty=[R.Tensor((1, seq_len, 2, 64), dtype="float32"), R.Tensor((1, 2, 64, 64), dtype="float32")])
+            wkv5_0: R.Tensor((1, seq_len, 2, 64), dtype="float32") = lv1[0]
+            wkv5_1: R.Tensor((1, 2, 64, 64), dtype="float32") = lv1[1]
+            lv2 = R.call_tir(cls.last_token, (layer_norm1,), out_ty=R.Tensor((1, 1, 128), dtype="float32"))
+            reshape5: R.Tensor((1, 128), dtype="float32") = R.reshape(lv2, R.shape([1, 128]))
+            reshape6: R.Tensor((1, seq_len, 128), dtype="float32") = R.reshape(wkv5_0, R.shape([1, seq_len, 128]))
+            group_norm: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.group_norm(reshape6, model_model_blocks_0_attention_ln_x_weight, model_model_blocks_0_attention_ln_x_bias, num_groups=2, channel_axis=-1, axes=[], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            mul8: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(group_norm, silu)
+            permute_dims4: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_attention_output_weight, axes=None)
+            matmul4: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(mul8, permute_dims4, out_dtype=None)
+            add4: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(layer_norm, matmul4)
+            layer_norm2: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.layer_norm(add4, model_model_blocks_0_ln2_weight, model_model_blocks_0_ln2_bias, axes=[-1], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            lv3 = R.call_tir(cls.token_shift, (ffn_x_0, layer_norm2), out_ty=R.Tensor((1, seq_len, 128), dtype="float32"))
+            mul9: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm2, model_model_blocks_0_feed_forward_time_mix_key)
+            subtract4: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_0_feed_forward_time_mix_key)
+            mul10: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv3, subtract4)
+            add5: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul9, mul10)
+            mul11: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm2, model_model_blocks_0_feed_forward_time_mix_receptance)
+            subtract5: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_0_feed_forward_time_mix_receptance)
+            mul12: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv3, subtract5)
+            add6: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul11, mul12)
+            lv4 = R.call_tir(cls.last_token, (layer_norm2,), out_ty=R.Tensor((1, 1, 128), dtype="float32"))
+            reshape7: R.Tensor((1, 128), dtype="float32") = R.reshape(lv4, R.shape([1, 128]))
+            permute_dims5: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_feed_forward_receptance_weight, axes=None)
+            matmul5: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add6, permute_dims5, out_dtype=None)
+            sigmoid: R.Tensor((1, seq_len, 128), dtype="float32") = R.sigmoid(matmul5)
+            permute_dims6: R.Tensor((128, 448), dtype="float32") = R.permute_dims(model_model_blocks_0_feed_forward_key_weight, axes=None)
+            matmul6: R.Tensor((1, seq_len, 448), dtype="float32") = R.matmul(add5, permute_dims6, out_dtype=None)
+            relu: R.Tensor((1, seq_len, 448), dtype="float32") = R.nn.relu(matmul6)
+            square: R.Tensor((1, seq_len, 448), dtype="float32") = R.square(relu)
+            permute_dims7: R.Tensor((448, 128), dtype="float32") = R.permute_dims(model_model_blocks_0_feed_forward_value_weight, axes=None)
+            matmul7: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(square, permute_dims7, out_dtype=None)
+            mul13: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(sigmoid, matmul7)
+            add7: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(add4, mul13)
+            layer_norm3: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.layer_norm(add7, model_model_blocks_1_ln1_weight, model_model_blocks_1_ln1_bias, axes=[-1], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            lv5 = R.call_tir(cls.token_shift, (att_x_1, layer_norm3), out_ty=R.Tensor((1, seq_len, 128), dtype="float32"))
+            mul14: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm3, model_model_blocks_1_attention_time_mix_key)
+            subtract6: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_1_attention_time_mix_key)
+            mul15: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv5, subtract6)
+            add8: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul14, mul15)
+            mul16: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm3, model_model_blocks_1_attention_time_mix_value)
+            subtract7: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_1_attention_time_mix_value)
+            mul17: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv5, subtract7)
+            add9: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul16, mul17)
+            mul18: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm3, model_model_blocks_1_attention_time_mix_receptance)
+            subtract8: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_1_attention_time_mix_receptance)
+            mul19: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv5, subtract8)
+            add10: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul18, mul19)
+            mul20: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm3, model_model_blocks_1_attention_time_mix_gate)
+            subtract9: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_1_attention_time_mix_gate)
+            mul21: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv5, subtract9)
+            add11: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul20, mul21)
+            permute_dims8: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_attention_receptance_weight, axes=None)
+            matmul8: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add10, permute_dims8, out_dtype=None)
+            reshape8: R.Tensor((1, seq_len, 2, 64), dtype="float32") = R.reshape(matmul8, R.shape([1, seq_len, 2, 64]))
+            permute_dims9: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_attention_key_weight, axes=None)
+            matmul9: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add8, permute_dims9, out_dtype=None)
+            reshape9: R.Tensor((1, seq_len, 2, 64), dtype="float32") = R.reshape(matmul9, R.shape([1, seq_len, 2, 64]))
+            permute_dims10: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_attention_value_weight, axes=None)
+            matmul10: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add9, permute_dims10, out_dtype=None)
+            reshape10: R.Tensor((1, seq_len, 2, 64), dtype="float32") = R.reshape(matmul10, R.shape([1, seq_len, 2, 64]))
+            permute_dims11: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_attention_gate_weight, axes=None)
+            matmul11: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add11, permute_dims11, out_dtype=None)
+            silu1: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.silu(matmul11)
+            lv6 = R.call_tir(cls.wkv_func, (reshape8, reshape9, reshape10, model_model_blocks_1_attention_time_decay, model_model_blocks_1_attention_time_faaaa, att_kv_1), out_ty=[R.Tensor((1, seq_len, 2, 64), dtype="float32"), R.Tensor((1, 2, 64, 64), dtype="float32")])
+            wkv5_01: R.Tensor((1, seq_len, 2, 64), dtype="float32") = lv6[0]
+            wkv5_11: R.Tensor((1, 2, 64, 64), dtype="float32") = lv6[1]
+            lv7 = R.call_tir(cls.last_token, (layer_norm3,), out_ty=R.Tensor((1, 1, 128), dtype="float32"))
+            reshape11: R.Tensor((1, 128), dtype="float32") = R.reshape(lv7, R.shape([1, 128]))
+            reshape12: R.Tensor((1, seq_len, 128), dtype="float32") = R.reshape(wkv5_01, R.shape([1, seq_len, 128]))
+            group_norm1: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.group_norm(reshape12, model_model_blocks_1_attention_ln_x_weight, model_model_blocks_1_attention_ln_x_bias, num_groups=2, channel_axis=-1, axes=[], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            mul22: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(group_norm1, silu1)
+            permute_dims12: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_attention_output_weight, axes=None)
+            matmul12: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(mul22, permute_dims12, out_dtype=None)
+            add12: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(add7, matmul12)
+            layer_norm4: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.layer_norm(add12, model_model_blocks_1_ln2_weight, model_model_blocks_1_ln2_bias, axes=[-1], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            lv8 = R.call_tir(cls.token_shift, (ffn_x_1, layer_norm4), out_ty=R.Tensor((1, seq_len, 128), dtype="float32"))
+            mul23: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm4, model_model_blocks_1_feed_forward_time_mix_key)
+            subtract10: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_1_feed_forward_time_mix_key)
+            mul24: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv8, subtract10)
+            add13: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul23, mul24)
+            mul25: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(layer_norm4, model_model_blocks_1_feed_forward_time_mix_receptance)
+            subtract11: R.Tensor((1, 1, 128), dtype="float32") = R.subtract(R.const(1.0, "float32"), model_model_blocks_1_feed_forward_time_mix_receptance)
+            mul26: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(lv8, subtract11)
+            add14: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(mul25, mul26)
+            lv9 = R.call_tir(cls.last_token, (layer_norm4,), out_ty=R.Tensor((1, 1, 128), dtype="float32"))
+            reshape13: R.Tensor((1, 128), dtype="float32") = R.reshape(lv9, R.shape([1, 128]))
+            permute_dims13: R.Tensor((128, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_feed_forward_receptance_weight, axes=None)
+            matmul13: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(add14, permute_dims13, out_dtype=None)
+            sigmoid1: R.Tensor((1, seq_len, 128), dtype="float32") = R.sigmoid(matmul13)
+            permute_dims14: R.Tensor((128, 448), dtype="float32") = R.permute_dims(model_model_blocks_1_feed_forward_key_weight, axes=None)
+            matmul14: R.Tensor((1, seq_len, 448), dtype="float32") = R.matmul(add13, permute_dims14, out_dtype=None)
+            relu1: R.Tensor((1, seq_len, 448), dtype="float32") = R.nn.relu(matmul14)
+            square1: R.Tensor((1, seq_len, 448), dtype="float32") = R.square(relu1)
+            permute_dims15: R.Tensor((448, 128), dtype="float32") = R.permute_dims(model_model_blocks_1_feed_forward_value_weight, axes=None)
+            matmul15: R.Tensor((1, seq_len, 128), dtype="float32") = R.matmul(square1, permute_dims15, out_dtype=None)
+            mul27: R.Tensor((1, seq_len, 128), dtype="float32") = R.multiply(sigmoid1, matmul15)
+            add15: R.Tensor((1, seq_len, 128), dtype="float32") = R.add(add12, mul27)
+            layer_norm5: R.Tensor((1, seq_len, 128), dtype="float32") = R.nn.layer_norm(add15, model_model_ln_out_weight, model_model_ln_out_bias, axes=[-1], epsilon=1.0000000000000001e-05, center=True, scale=True)
+            lv10 = R.call_tir(cls.last_token, (layer_norm5,), out_ty=R.Tensor((1, 1, 128), dtype="float32"))
+            permute_dims16: R.Tensor((128, 97), dtype="float32") = R.permute_dims(model_head_weight, axes=None)
+            matmul16: R.Tensor((1, 1, 97), dtype="float32") = R.matmul(lv10, permute_dims16, out_dtype=None)
+            gv: R.Tuple(R.Tensor((1, 1, 97), dtype="float32"), R.Tensor((1, 128), dtype="float32"), R.Tensor((1, 2, 64, 64), dtype="float32"), R.Tensor((1, 128), dtype="float32"), R.Tensor((1, 128), dtype="float32"), R.Tensor((1, 2, 64, 64), dtype="float32"), R.Tensor((1, 128), dtype="float32")) = matmul16, reshape5, wkv5_1, reshape7, reshape11, wkv5_11, reshape13
+            R.output(gv)
+        return gv
