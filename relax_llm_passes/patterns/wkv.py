@@ -165,6 +165,8 @@ class _Finder:
         """RWKV-5 and 6, from the outer product k v."""
         view = self.view
         readers = self.readers(kv.var)
+        if len(readers) > 2 and any(self.looks_like_bonus(x) for x in readers):
+            raise _Stop(f"{kv.var.name} is read {len(readers)} times, expected 2")
         if len(readers) != 2:
             return None
         for first, second in (readers, readers[::-1]):
@@ -199,6 +201,13 @@ class _Finder:
             self.private(decayed)
             return self.region_bonus(kv, first, summed, out, decayed, second, r, u, w, state)
         return None
+
+    def looks_like_bonus(self, var: relax.Var) -> bool:
+        """Whether `var` is a product that, with a state added, is multiplied by r."""
+        if self.operands(var, "relax.multiply") is None:
+            return False
+        sums = [x for x in self.readers(var) if self.operands(x, "relax.add") is not None]
+        return any(self.operands(x, "relax.matmul") for s in sums for x in self.readers(s))
 
     def region_bonus(self, kv: _Outer, *vars_and_roles: Any) -> Region:
         first, summed, out, decayed, second, r, u, w, state = vars_and_roles

@@ -61,7 +61,7 @@ def group_norm_reference(
     x = x.astype(np.float64)
     channel %= x.ndim
     shape = x.shape
-    y = x.reshape(shape[:channel] + (groups, shape[channel] // groups) + shape[channel + 1 :])
+    y = x.reshape(*shape[:channel], groups, shape[channel] // groups, *shape[channel + 1 :])
     over = (channel + 1, *(a + 1 if a > channel else a for a in axes))
     y = (y - y.mean(over, keepdims=True)) / np.sqrt(y.var(over, keepdims=True) + epsilon)
     spread = [1] * x.ndim
