@@ -1,8 +1,9 @@
 """Reads a folder of model graphs: module text, inputs drawn by seed, golden outputs.
 
-A graph ``NAME`` is two files. ``NAME.py`` is the module as TVMScript; ``NAME.json`` describes it: where it comes from, how each
-input is drawn, tensor constants of the module, and the outputs that the source framework computed. Weights are
-inputs that are drawn, so they are never stored. Needs numpy only; TVM is imported when a module is asked for.
+A graph ``NAME`` is two files. ``NAME.py`` is the module as TVMScript; ``NAME.json`` describes it:
+where it comes from, how each input is drawn, tensor constants of the module, and the outputs that
+the source framework computed. Weights are inputs that are drawn, so they are never stored. Needs
+numpy only; TVM is imported when a module is asked for.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def default_dir() -> Path:
     candidate = Path(named) if named else Path(__file__).resolve().parent.parent / "tests/graphs"
     if not (candidate / "modules").is_dir():
         raise InputError(
-            f"no graph corpus at {candidate}: it is part of the source checkout (tests/graphs), not "
+            f"no graph corpus at {candidate}: it is part of the source checkout "
+            f"(tests/graphs), not "
             "of the wheel; name its folder with --corpus DIR or the variable RELAX_LLM_CORPUS"
         )
     return candidate
@@ -74,7 +76,8 @@ def list_graphs(directory: str | os.PathLike[str] | None = None) -> list[str]:
     Parameters
     ----------
     directory : path, optional
-        A folder with ``modules/NAME.json`` (or ``NAME.json`` itself); :func:`default_dir` if not given.
+        A folder with ``modules/NAME.json`` (or ``NAME.json`` itself); :func:`default_dir` if not
+        given.
     """
     return sorted(path.stem for path in _modules_dir(directory).glob("*.json"))
 
@@ -258,8 +261,8 @@ class Comparison:
     Attributes
     ----------
     max_rel_err : float
-        Over all outputs: largest absolute difference divided by the largest magnitude in that output; infinity
-        where a number is not finite, or a shape or the count of outputs differs.
+        Over all outputs: largest absolute difference divided by the largest magnitude in that
+        output; infinity where a number is not finite, or a shape or the count of outputs differs.
     tol : float
         What is allowed.
     worst : str
@@ -302,8 +305,8 @@ class Graph:
     info : dict
         source, source_version, special, tags, symbols, bindings, dtype, runs_on, size.
     text : str
-        The module as TVMScript (tensor constants appear as ``metadata[...]``); empty when it was built in
-        memory.
+        The module as TVMScript (tensor constants appear as ``metadata[...]``); empty when it was
+        built in memory.
     input_specs : list of Input
         The function's parameters in call order.
     """
@@ -378,7 +381,8 @@ class Graph:
         Parameters
         ----------
         seed : int
-            0 for the inputs of the golden run; another seed draws other activations and states (weights stay).
+            0 for the inputs of the golden run; another seed draws other activations and states
+            (weights stay).
         **sizes : int
             Symbolic sizes, see :meth:`sizes`.
         """
@@ -460,8 +464,8 @@ def parse_module(
 def _cached_module(text: str, constants: Sequence[np.ndarray], name: str) -> tvm.IRModule:
     """Parse, or reload what an earlier parse of the same text left in the user's cache folder.
 
-    Parsing takes about a second for 250 bindings, reloading a hundredth of that. Without a folder that can be
-    written it simply parses.
+    Parsing takes about a second for 250 bindings, reloading a hundredth of that. Without a folder
+    that can be written it simply parses.
     """
     import tvm
 

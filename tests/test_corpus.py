@@ -1,4 +1,5 @@
-"""The committed graphs: they load, they agree with their description, and stock TVM reproduces the golden outputs."""
+"""The committed graphs: they load, they agree with their description, and stock TVM reproduces the
+golden outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from relax_llm_passes.errors import InputError, UnknownNameError
 FOLDER = Path(__file__).resolve().parent / "graphs"
 NAMES = corpus.list_graphs(FOLDER)
 UPSTREAM = json.loads((FOLDER / "upstream.json").read_text(encoding="utf-8"))
-# Small, and of different kinds: ALiBi with match_cast, rotary with constants, group_norm, PrimFuncs, quantised.
+# Small, and of different kinds: ALiBi with match_cast, rotary with constants, group_norm,
+# PrimFuncs, quantised.
 SAMPLE = ["llama_mlc_decode_q4f16_1", "mpt_hf_decode", "rwkv5_mlc_decode", "rwkv5_package_decode"]
 
 
@@ -53,8 +55,11 @@ def _check_description(graph: corpus.Graph) -> None:
 
 def test_the_families_are_there() -> None:
     tags = {tag for name in NAMES for tag in corpus.load(name, FOLDER).tags}
-    assert {"mpt", "alibi", "llama", "neox", "gptj", "rwkv4", "rwkv5", "rwkv6", "rwkv7", "mlc", "q4",
-            "q8", "float16", "gqa", "llama3", "dail", "symbolic"} <= tags  # fmt: skip
+    wanted = (
+        "mpt alibi llama neox gptj bloom phi rwkv4 rwkv5 rwkv6 rwkv7 mlc q4 q8 float16 bfloat16 gqa "
+        "llama3 dail symbolic prefill decode cache whole"
+    )
+    assert set(wanted.split()) <= tags
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -178,7 +183,8 @@ def test_errors_of_the_loader(tmp_path, monkeypatch) -> None:
 
 def test_loading_needs_no_torch() -> None:
     code = (
-        "import sys; from relax_llm_passes import corpus; g = corpus.load('mpt_hf_decode', sys.argv[1]);"
+        "import sys; from relax_llm_passes import corpus; g = "
+        "corpus.load('mpt_hf_decode', sys.argv[1]);"
         "g.mod; g.inputs(); g.golden(); sys.exit('torch' in sys.modules)"
     )
     root = str(FOLDER.parent.parent)

@@ -1,6 +1,8 @@
-"""Models to Relax modules: the importer with its known faults worked around, and a detector for them.
+"""Models to Relax modules: the importer with its known faults worked around, and a detector for
+them.
 
-``find_importer_faults`` needs TVM only. Everything else needs the ``extract`` extra (torch, transformers).
+``find_importer_faults`` needs TVM only. Everything else needs the ``extract`` extra (torch,
+transformers).
 """
 
 from .faults import find_importer_faults

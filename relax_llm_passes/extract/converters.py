@@ -34,7 +34,8 @@ def _select(node: Any, importer: Any) -> Any:
 def _matmul(node: Any, importer: Any) -> Any:
     """A matrix product in the type of its operands.
 
-    TVM 0.27 writes ``out_dtype="float32"`` for every product, so a half or double model no longer type-checks.
+    TVM 0.27 writes ``out_dtype="float32"`` for every product, so a half or double model no longer
+    type-checks.
     """
     from tvm import relax
 
@@ -93,7 +94,8 @@ def _extreme(which: str, bounds: Mapping[str, tuple[int, int | None]]) -> Conver
             return max(left, right) if which == "max" else min(left, right)
         result = (tirx.max if which == "max" else tirx.min)(left, right)
         simple = _analyzer([result], bounds).simplify(result)
-        # What stays an extreme only for the bounds' sake is kept: strided_slice then sees that it is not negative.
+        # What stays an extreme only for the bounds' sake is kept: strided_slice then sees that it
+        # is not negative.
         return int(simple.value) if hasattr(simple, "value") else result
 
     return convert
@@ -102,8 +104,8 @@ def _extreme(which: str, bounds: Mapping[str, tuple[int, int | None]]) -> Conver
 def _slice(bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
     """``x[begin:end]`` whose length follows from the ranges of the symbolic sizes.
 
-    TVM 0.27 keeps such a length as ``256 - max(255 - n, 0)``, cannot broadcast it with ``n + 1``, and loses the
-    shape of everything after it; such operators are later not lowered at all.
+    TVM 0.27 keeps such a length as ``256 - max(255 - n, 0)``, cannot broadcast it with ``n + 1``,
+    and loses the shape of everything after it; such operators are later not lowered at all.
     """
 
     def convert(node: Any, importer: Any) -> Any:
@@ -118,8 +120,9 @@ def _slice(bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
         simple = [analyzer.simplify(extent) for extent in shape.values]
         if [str(e) for e in simple] == [str(e) for e in shape.values]:
             return result
-        # A match_cast from an expression to a bare variable inside it sends TVM's CanonicalizeBindings and
-        # KillAfterLastUse into endless substitution; a reshape states the same.
+        # A match_cast from an expression to a bare variable inside it sends TVM's
+        # CanonicalizeBindings and KillAfterLastUse into endless substitution; a reshape states the
+        # same.
         if any(isinstance(new, tvm.ir.Var) for new in simple if not hasattr(new, "value")):
             return importer.block_builder.emit(relax.op.reshape(result, simple))
         return importer.block_builder.match_cast(

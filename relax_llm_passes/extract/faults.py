@@ -61,7 +61,8 @@ def _out_of_bounds(call: Any, defined: dict[Any, Any]) -> str | None:
         return None
     extent = int(extent.value) if hasattr(extent, "value") else extent
     return (
-        f"take reads {problem} on axis {axis} of extent {extent} in mode {mode!r}, which does not check: "
+        f"take reads {problem} on axis {axis} of extent {extent} in mode {mode!r}, which "
+        f"does not check: "
         "it reads outside the tensor"
     )
 
@@ -69,8 +70,9 @@ def _out_of_bounds(call: Any, defined: dict[Any, Any]) -> str | None:
 def find_importer_faults(mod: tvm.IRModule) -> list[str]:
     """Places where a module reads wrong data in silence, as an importer is known to write.
 
-    Today: ``take`` with a constant index below zero or past the end in a mode that does not check. TVM's torch
-    importer makes it of ``x[:, -1]``; :func:`relax_llm_passes.extract.import_exported` does not.
+    Today: ``take`` with a constant index below zero or past the end in a mode that does not check.
+    TVM's torch importer makes it of ``x[:, -1]``; :func:`relax_llm_passes.extract.import_exported`
+    does not.
 
     Parameters
     ----------

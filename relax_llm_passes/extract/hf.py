@@ -51,13 +51,15 @@ def _cache_argument(model: Any) -> str:
 
 
 def _wrap(model: Any, mode: str) -> Any:
-    """A module with tensors in and out, masks and caches made in a way that the importer understands."""
+    """A module with tensors in and out, masks and caches made in a way that the importer
+    understands."""
     torch = require("torch", "extracting a model")
     transformers = require("transformers", "extracting a Hugging Face model")
     argument = "" if mode == "prefill" else _cache_argument(model)
 
     def mask_for(ids: Any, past: int) -> Any:
-        # transformers' own mask looks for packed sequences by a cumulative sum of booleans, which TVM cannot compile.
+        # transformers' own mask looks for packed sequences by a cumulative sum of booleans, which
+        # TVM cannot compile.
         length = ids.shape[1]
         lowest = torch.finfo(model.dtype).min
         full = torch.full((length, past + length), lowest, dtype=model.dtype)
@@ -70,7 +72,8 @@ def _wrap(model: Any, mode: str) -> Any:
         return layer
 
     class EmptyCache(transformers.DynamicCache):
-        """Known to be empty, so nothing is concatenated to an empty tensor (which TVM cannot import)."""
+        """Known to be empty, so nothing is concatenated to an empty tensor (which TVM cannot
+        import)."""
 
         def update(self, key: Any, value: Any, layer_idx: int, *_: Any, **__: Any) -> Any:
             self.layers.append(layer_of(key, value))
@@ -138,8 +141,9 @@ def extract_hf(
     folder : path
         Holds ``config.json``; weights are not read, they become inputs of the function.
     mode : str
-        "prefill": tokens (batch, n) to logits, n symbolic. "prefill_cache": keys and values (batch, kv heads, n, head
-        width) of every layer as well. "decode": one token and the keys and values of a past of symbolic length.
+        "prefill": tokens (batch, n) to logits, n symbolic. "prefill_cache": keys and values (batch,
+        kv heads, n, head width) of every layer as well. "decode": one token and the keys and values
+        of a past of symbolic length.
     dtype : str
         Type of weights and activations.
     batch : int
@@ -152,12 +156,14 @@ def extract_hf(
     Returns
     -------
     tvm.IRModule
-        Function ``main``; its attribute ``num_input`` says how many parameters come before the weights.
+        Function ``main``; its attribute ``num_input`` says how many parameters come before the
+        weights.
 
     Raises
     ------
     InputError
-        When the ``extract`` extra is missing, the folder is no model folder, or the model cannot be traced or imported.
+        When the ``extract`` extra is missing, the folder is no model folder, or the model cannot be
+        traced or imported.
     UnknownNameError
         For an unknown mode or dtype.
     """
@@ -199,11 +205,13 @@ def _auto() -> Any:
 
 
 def _export_either(module: Any, args: Any, declared: Any, automatic: Any) -> Any:
-    """Declared ranges where torch can work with them (ALiBi models need the bound), else its own."""
+    """Declared ranges where torch can work with them (ALiBi models need the bound), else its
+    own."""
     try:
         return export_module(module, args, declared)
     except InputError as err:
         if "Constraints violated" not in str(err):
             raise
-        # torch does not prove that grouped heads have increasing strides over the whole declared range.
+        # torch does not prove that grouped heads have increasing strides over the whole declared
+        # range.
         return export_module(module, args, automatic)

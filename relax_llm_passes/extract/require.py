@@ -22,6 +22,7 @@ def require(module: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as err:
         raise InputError(
-            f"{purpose} needs {module.partition('.')[0]}, which cannot be imported ({err}): install "
+            f"{purpose} needs {module.partition('.')[0]}, which cannot be imported "
+            f"({err}): install "
             "the extra, pip install 'relax_llm_passes[extract]'"
         ) from err

@@ -80,8 +80,8 @@ def import_exported(
     program : torch.export.ExportedProgram
         From :func:`export_module` or :func:`load_pt2`.
     keep_attention : bool
-        Keep ``scaled_dot_product_attention`` as one operator (``R.nn.attention*``) where the source calls it;
-        otherwise it arrives as matmul, softmax and masks.
+        Keep ``scaled_dot_product_attention`` as one operator (``R.nn.attention*``) where the source
+        calls it; otherwise it arrives as matmul, softmax and masks.
     keep_params_as_input : bool
         Weights become inputs, after the user's. Otherwise they are constants in the module.
     unwrap_single : bool

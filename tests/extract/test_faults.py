@@ -1,4 +1,5 @@
-"""The detector of importer faults: a constant index outside the tensor, in any spelling, and nothing else."""
+"""The detector of importer faults: a constant index outside the tensor, in any spelling, and
+nothing else."""
 
 from __future__ import annotations
 

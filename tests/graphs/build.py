@@ -14,8 +14,9 @@ from relax_llm_passes.corpus import Graph, encode_array
 from .sources import Recipe, Source, load_families
 from .sources.recipe import default_weight_rule
 
-# How far apart two correct programs may be: one rounding of the type, times the length of the sums in these
-# models (K up to 512: about sqrt(K) roundings), for programs whose order of summation differs.
+# How far apart two correct programs may be: one rounding of the type, times the length of the sums
+# in these models (K up to 512: about sqrt(K) roundings), for programs whose order of summation
+# differs.
 FLOOR = {"float32": 3e-6, "float16": 2e-2, "bfloat16": 1e-1}
 MARGIN = 8
 
@@ -29,8 +30,8 @@ class Built:
     graph : Graph
         Module, inputs and, when asked for, golden outputs.
     source : Source
-        ``source.module`` is the torch model, filled with the graph's weights; None for graphs whose Relax module
-        was not traced from torch.
+        ``source.module`` is the torch model, filled with the graph's weights; None for graphs whose
+        Relax module was not traced from torch.
     torch_args : tuple
         Arguments for ``source.module``: the same numbers as the graph's inputs.
     """
@@ -112,9 +113,7 @@ def _from_torch(entry: Recipe, source: Source, size: str, golden: bool) -> Built
         if spec.target is not None
     }
     leaves = _flatten(source.args)
-    per_arg = (
-        list(source.dynamic.values()) if isinstance(source.dynamic, dict) else source.dynamic
-    )
+    per_arg = list(source.dynamic.values()) if isinstance(source.dynamic, dict) else source.dynamic
     dims = _flatten_dynamic(per_arg, source.args)
     rule_of = source.weight_rule or default_weight_rule
 
@@ -128,9 +127,7 @@ def _from_torch(entry: Recipe, source: Source, size: str, golden: bool) -> Built
             for axis, dim in dims[position].items():
                 if dim is not None and isinstance(item["shape"][axis], str):
                     value = int(leaves[position].shape[axis])
-                    symbols.setdefault(
-                        item["shape"][axis], {"means": dim.__name__, "value": value}
-                    )
+                    symbols.setdefault(item["shape"][axis], {"means": dim.__name__, "value": value})
         else:
             target = weights[param.name]
             tensor = source.module.get_parameter(target)
@@ -259,9 +256,7 @@ def _bits(dtype: str) -> int:
     return int("".join(ch for ch in dtype if ch.isdigit())[:2])
 
 
-def _store_golden(
-    record: dict[str, Any], wide: list[np.ndarray], narrow: list[np.ndarray]
-) -> None:
+def _store_golden(record: dict[str, Any], wide: list[np.ndarray], narrow: list[np.ndarray]) -> None:
     error = 0.0
     stored = []
     for full, own in zip(wide, narrow, strict=True):
@@ -278,7 +273,8 @@ def _store_golden(
         "rel": float(f"{math.ceil(bound / digit * (1 - 1e-9)) * digit:.0e}"),
         "source_error": float(f"{error:.2e}"),
         "reason": (
-            f"largest of {MARGIN} times the error of the source model itself run in {record['dtype']} "
+            f"largest of {MARGIN} times the error of the source model itself run in "
+            f"{record['dtype']} "
             f"({error:.1e}) and {floor:.0e} for another order of summation in {record['dtype']}"
         ),
     }

@@ -1,9 +1,9 @@
 """Makes the graphs of the corpus from the models' own code.
 
-    python tests/graphs/generate.py --list
-    python tests/graphs/generate.py --only mpt_hf_decode
-    python tests/graphs/generate.py --check              # are the committed files what the sources give?
-    python tests/graphs/generate.py --size real --output DIR --only llama_decode
+python tests/graphs/generate.py --list
+python tests/graphs/generate.py --only mpt_hf_decode
+python tests/graphs/generate.py --check              # are the committed files what the sources
+give? python tests/graphs/generate.py --size real --output DIR --only llama_decode
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from .build import build  # noqa: E402
 from .sources import load_families  # noqa: E402
 
 # Tokens that the printer writes and the parser refuses.
-_SPELLINGS = (
-    (re.compile(r'R\.const\("(-?inf|nan)", '), r'R.const(float("\1"), '),
-)
+_SPELLINGS = ((re.compile(r'R\.const\("(-?inf|nan)", '), r'R.const(float("\1"), '),)
 
 
 def _constants(mod: Any) -> list[Any]:
@@ -60,7 +58,8 @@ def _restore(text: str) -> str:
 
 
 def serialise(graph: Graph) -> tuple[str, str]:
-    """Module text and JSON of a graph; raises SystemExit when the text does not give the module back."""
+    """Module text and JSON of a graph; raises SystemExit when the text does not give the module
+    back."""
     from tvm.ir import assert_structural_equal
 
     mod = graph.mod
@@ -75,7 +74,8 @@ def serialise(graph: Graph) -> tuple[str, str]:
 
 
 def _dump(record: dict[str, Any]) -> str:
-    """JSON with one line per input and per array, so that a reader can follow it and diffs stay small."""
+    """JSON with one line per input and per array, so that a reader can follow it and diffs stay
+    small."""
     lines = []
     for key, value in record.items():
         if key in ("inputs", "constants") and value:

@@ -1,7 +1,7 @@
 """Writes the table of README.md from the graphs and from upstream.json.
 
-    python tests/graphs/table.py            # rewrite the table
-    python tests/graphs/table.py --check    # exit code 1 when it is out of date
+python tests/graphs/table.py            # rewrite the table
+python tests/graphs/table.py --check    # exit code 1 when it is out of date
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LABELS = {
 
 def _upstream(outcome: dict[str, str]) -> str:
     bad = [
-        f"{LABELS[pipeline]}: {text.replace('|', '/').replace('<', '‹')[:110]}"
+        f"{LABELS[pipeline]}: {text.replace('|', '/').replace('<', '&lt;')[:110]}"
         for pipeline, text in sorted(outcome.items())
         if text != "ok"
     ]
@@ -43,7 +43,8 @@ def table() -> str:
         info = graph.info
         rows.append(
             f"| `{graph.name}` | {info['source']} ({info['source_version']}) | {info['special']} | "
-            f"{info['bindings']} | {graph.tolerance:.0e} | {_upstream(results.get(graph.name, {}))} |"
+            f"{info['bindings']} | {graph.tolerance:.0e} | "
+            f"{_upstream(results.get(graph.name, {}))} |"
         )
     return "\n".join(rows)
 

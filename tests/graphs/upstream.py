@@ -2,8 +2,8 @@
 
     python tests/graphs/upstream.py [--only NAME ...] [--jobs N]      # writes upstream.json
 
-Three pipelines: ``tvm.compile`` as it comes for llvm, ``relax.get_default_pipeline`` for llvm, and the same for cuda (sm_80,
-compiled only). README.md takes its last column from the result.
+Three pipelines: ``tvm.compile`` as it comes for llvm, ``relax.get_default_pipeline`` for llvm, and
+the same for cuda (sm_80, compiled only). README.md takes its last column from the result.
 """
 
 from __future__ import annotations

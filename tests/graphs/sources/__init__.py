@@ -13,7 +13,8 @@ __all__ = ["RECIPES", "Recipe", "Source", "load_families"]
 def load_families() -> dict[str, Recipe]:
     """Import every family file, and return the recipes by graph name.
 
-    A family whose own packages are missing still lists its recipes; it fails, with the reason, when built.
+    A family whose own packages are missing still lists its recipes; it fails, with the reason, when
+    built.
     """
     for entry in pkgutil.iter_modules(__path__):
         if entry.name in ("external", "hf_common", "mlc", "recipe"):

@@ -60,7 +60,8 @@ for _mode in ("prefill", "decode"):
         partial(_build, mode=_mode),
         source="Hugging Face transformers, BloomForCausalLM",
         special=(
-            "ALiBi with 6 heads, positions counted up by cumsum of the mask, added by baddbmm; QKV interleaved "
+            "ALiBi with 6 heads, positions counted up by cumsum of the mask, added by "
+            "baddbmm; QKV interleaved "
             f"per head; {'symbolic past' if _mode == 'decode' else '6 tokens'}"
         ),
         tags=f"bloom alibi {_mode} float32 {'symbolic' if _mode == 'decode' else ''}",

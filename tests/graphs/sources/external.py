@@ -1,4 +1,5 @@
-"""Model code that is no installable dependency: where it lies, and how it is imported without its package's start-up.
+"""Model code that is no installable dependency: where it lies, and how it is imported without its
+package's start-up.
 
 The folder is named by ``RELAX_LLM_SOURCES``; README.md says which commands fill it.
 """

@@ -1,4 +1,5 @@
-"""GPT-J as Hugging Face implements it: interleaved rotary on a part of the head, a table of sines by position."""
+"""GPT-J as Hugging Face implements it: interleaved rotary on a part of the head, a table of sines
+by position."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ for _mode in ("prefill", "decode"):
         partial(_build, mode=_mode),
         source="Hugging Face transformers, GPTJForCausalLM",
         special=(
-            "interleaved rotary on 16 of 32 per head: stride-2 slices, repeat_interleave as broadcast and "
+            "interleaved rotary on 16 of 32 per head: stride-2 slices, repeat_interleave "
+            "as broadcast and "
             "reshape; sine table taken by position; symbolic length"
         ),
         tags=f"gptj rotary partial interleaved symbolic {_mode} float32",

@@ -13,7 +13,8 @@ VERSION = f"transformers {transformers.__version__}, torch {torch.__version__.sp
 
 
 def filled_cache(past: Any) -> transformers.DynamicCache:
-    """A cache holding given (key, value) pairs; an empty one would be exported as ``cat([empty, k])``."""
+    """A cache holding given (key, value) pairs; an empty one would be exported as ``cat([empty,
+    k])``."""
     cache = transformers.DynamicCache()
     for key, value in past:
         layer = transformers.cache_utils.DynamicLayer()
@@ -31,8 +32,8 @@ def flat_cache(cache: Any) -> tuple[torch.Tensor, ...]:
 def causal_mask(ids: torch.Tensor, past: int, dtype: torch.dtype) -> torch.Tensor:
     """Additive (1, 1, S, past + S) mask; the query is the tail of the keys.
 
-    Explicit, because the mask that transformers makes itself checks for packed sequences with a cumulative sum
-    of booleans, which TVM cannot compile.
+    Explicit, because the mask that transformers makes itself checks for packed sequences with a
+    cumulative sum of booleans, which TVM cannot compile.
     """
     length = ids.shape[1]
     lowest = torch.finfo(dtype).min
@@ -52,9 +53,7 @@ class Prefill(torch.nn.Module):
         if not self.cache:
             return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         kept = _KeepingCache(self.model.config.num_hidden_layers)
-        out = self.model(
-            input_ids=ids, attention_mask=mask, use_cache=True, **{self.cache: kept}
-        )
+        out = self.model(input_ids=ids, attention_mask=mask, use_cache=True, **{self.cache: kept})
         return (out.logits, *flat_cache(kept))
 
 
@@ -136,7 +135,8 @@ def decoder(
     model : torch.nn.Module
         A ``...ForCausalLM``.
     mode : str
-        "prefill", "prefill_cache" or "decode"; the length of the prompt, or of the past, is symbolic.
+        "prefill", "prefill_cache" or "decode"; the length of the prompt, or of the past, is
+        symbolic.
     kv_heads, head_dim : int
         Shape of the cache.
     lengths : tuple of int

@@ -1,4 +1,5 @@
-"""Llama as Hugging Face implements it: RMSNorm, half-split rotary over the whole head, grouped-query attention."""
+"""Llama as Hugging Face implements it: RMSNorm, half-split rotary over the whole head,
+grouped-query attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How mlc-llm's model files are imported and exported with plain tensors in place of its run-time state objects."""
+"""How mlc-llm's model files are imported and exported with plain tensors in place of its run-time
+state objects."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ VERSION = f"mlc-llm {REVISION}, apache-tvm frontend.nn"
 
 @functools.cache
 def install() -> None:
-    """Make ``mlc_llm.model...`` and ``mlc_llm.quantization...`` importable, without the package's own start-up."""
+    """Make ``mlc_llm.model...`` and ``mlc_llm.quantization...`` importable, without the package's
+    own start-up."""
     root = folder("mlc-llm", "python", "mlc_llm")
     package("mlc_llm", root)
     for name in ("support", "model", "model.rwkv5", "model.llama", "quantization", "loader"):
@@ -47,7 +49,8 @@ def install() -> None:
 
 
 class PlainState:
-    """Stands for mlc-llm's RNNState: state tensors of one sequence, given and returned as values."""
+    """Stands for mlc-llm's RNNState: state tensors of one sequence, given and returned as
+    values."""
 
     def __init__(self, tensors: list[Any]) -> None:
         self.tensors = list(tensors)  # three per layer
@@ -63,7 +66,8 @@ class PlainState:
 
 
 class PlainCache:
-    """Stands for mlc-llm's PagedKVCache: rotary by TVM's own PrimFunc, then attention over concatenated tensors."""
+    """Stands for mlc-llm's PagedKVCache: rotary by TVM's own PrimFunc, then attention over
+    concatenated tensors."""
 
     def __init__(self, positions: Any, past: list[Any], kv_heads: int, theta: float) -> None:
         self.positions = positions
@@ -82,7 +86,8 @@ class PlainCache:
         rope = llama_rope_with_position_map(
             self.theta, 1.0, width, query_heads, self.kv_heads, qkv.dtype, {}
         )
-        # Its last parameter switches the rotation on; call_tir passes scalars before outputs, so fix it here.
+        # Its last parameter switches the rotation on; call_tir passes scalars before outputs, so
+        # fix it here.
         rope = rope.specialize({rope.params[-1]: tirx.IntImm("int64", 1)})
         shapes = [(length, heads, width) for heads in (query_heads, self.kv_heads, self.kv_heads)]
         q, k, v = op.tensor_ir_op(
@@ -109,7 +114,8 @@ class PlainCache:
 
 
 def export(model: Any, method: str, arguments: dict[str, Any], call: Any) -> tuple[Any, list[str]]:
-    """``export_tvm`` of one method that takes named tensors; returns the module and the weights' names.
+    """``export_tvm`` of one method that takes named tensors; returns the module and the weights'
+    names.
 
     Parameters
     ----------

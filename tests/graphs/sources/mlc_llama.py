@@ -1,4 +1,5 @@
-"""Llama from mlc-llm's model file: fused QKV, a rotary PrimFunc, fused gate and up, group-quantised weights."""
+"""Llama from mlc-llm's model file: fused QKV, a rotary PrimFunc, fused gate and up, group-quantised
+weights."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def _export(size: str, dtype: str, quant: str) -> tuple[Any, list[str], Any]:
 
 
 def _unpack(packed: Any, scale: Any, bits: int, axis: int) -> Any:
-    """mlc-llm's group quantisation undone: elements of a word from the low bits up, offset by the largest integer."""
+    """mlc-llm's group quantisation undone: elements of a word from the low bits up, offset by the
+    largest integer."""
     import numpy as np
 
     per_word = 32 // bits
@@ -146,7 +148,9 @@ def _reference(size: str, quant: str, arrays: dict[str, Any], dtype: str) -> lis
         for name, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
             filled[f"{block}self_attn.{name}.weight"] = part
         for name, part in zip(
-            ("gate_proj", "up_proj"), weight(block + "mlp.gate_up_proj").split(dims["ffn"]), strict=True
+            ("gate_proj", "up_proj"),
+            weight(block + "mlp.gate_up_proj").split(dims["ffn"]),
+            strict=True,
         ):
             filled[f"{block}mlp.{name}.weight"] = part
     with torch.no_grad():
@@ -174,7 +178,8 @@ def _rule(name: str, dtype: str, fan_in: int, bits: int) -> list[Any]:
     if name.endswith("q_weight"):
         return ["words"]
     if name.endswith("q_scale"):
-        # Integers are uniform up to `largest`: this scale gives weights of deviation 1/sqrt(fan in).
+        # Integers are uniform up to `largest`: this scale gives weights of deviation 1/sqrt(fan
+        # in).
         largest = (1 << (bits - 1)) - 1
         middle = (1.0 if "embed" in name else fan_in**-0.5) * 3**0.5 / largest
         return ["uniform", round(0.7 * middle, 6), round(1.3 * middle, 6)]
@@ -193,7 +198,7 @@ def _build(size: str, dtype: str = "float32", quant: str = "") -> Source:
     params = mod["decode"].params
     given = len(params) - len(weights)
     specs: list[dict[str, Any]] = []
-    for index, param in enumerate(params):
+    for index in range(len(params)):
         if index == 0:
             specs.append({"draw": ["integers", 0, dims["vocab"]]})
         elif index == 1:  # one new token, after the past of the golden run
@@ -224,7 +229,10 @@ def _build(size: str, dtype: str = "float32", quant: str = "") -> Source:
 
 
 def _register() -> None:
-    common = "fused QKV of 4 query and 2 kv heads into TVM's rotary PrimFunc; (B,T,K,D) cache of symbolic length"
+    common = (
+        "fused QKV of 4 query and 2 kv heads into TVM's rotary PrimFunc; (B,T,K,D) cache of "
+        "symbolic length"
+    )
     for name, options, special, tags in (
         ("decode", {}, "plain weights; symbolic vocabulary", "float32"),
         ("decode_fp16", {"dtype": "float16"}, "float16, softmax float32", "float16"),

@@ -1,4 +1,5 @@
-"""RWKV-5 from mlc-llm's model file: a wkv PrimFunc, nn.GroupNorm over the last axis, token shift as PrimFunc."""
+"""RWKV-5 from mlc-llm's model file: a wkv PrimFunc, nn.GroupNorm over the last axis, token shift as
+PrimFunc."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def _export(size: str, mode: str, dtype: str, threads: bool) -> tuple[Any, list[
 
 
 def _reference(size: str, mode: str, arrays: dict[str, Any], dtype: str) -> list[Any]:
-    """The same numbers through the PyPI package's RWKV-5.2 code, its ln_x eps set to mlc-llm's 1e-5."""
+    """The same numbers through the PyPI package's RWKV-5.2 code, its ln_x eps set to mlc-llm's
+    1e-5."""
     import numpy as np
     import torch
 
@@ -125,7 +127,9 @@ def _reference(size: str, mode: str, arrays: dict[str, Any], dtype: str) -> list
         state.append(wide[f"ffn_x_{layer}"][0].to(kind))
     tokens = torch.from_numpy(arrays["input_ids"][0].astype(np.int64))
     original = torch.nn.functional.group_norm
-    torch.nn.functional.group_norm = lambda *args, **names: original(*args, **{**names, "eps": 1e-5})
+    torch.nn.functional.group_norm = lambda *args, **names: original(
+        *args, **{**names, "eps": 1e-5}
+    )
     try:
         with torch.no_grad():
             logits, *new = (
@@ -141,8 +145,8 @@ def _reference(size: str, mode: str, arrays: dict[str, Any], dtype: str) -> list
 
 
 def _with_aliases(mod: Any, method: str) -> Any:
-    """Binds every third result a second time (``b = a``) and uses the copy from there on, as chains of frontend
-    passes leave it behind."""
+    """Binds every third result a second time (``b = a``) and uses the copy from there on, as chains
+    of frontend passes leave it behind."""
     from tvm import relax
 
     @relax.expr_functor.mutator
@@ -209,8 +213,10 @@ def _register() -> None:
         ("decode", "decode", {}, f"one token; {loops}"),
         ("decode_fp16", "decode", {"dtype": "float16"},
          f"weights and activations float16, wkv and norm float32; {loops}"),
-        ("decode_alias", "decode", {"aliases": True}, f"every third result bound again (b = a); {loops}"),
-        ("decode_threads", "decode", {"threads": True}, "wkv bound to GPU threads, as mlc-llm ships it"),
+        ("decode_alias", "decode", {"aliases": True},
+         f"every third result bound again (b = a); {loops}"),
+        ("decode_threads", "decode", {"threads": True},
+         "wkv bound to GPU threads, as mlc-llm ships it"),
         ("prefill", "prefill", {}, f"symbolic number of tokens; {loops}"),
         ("prefill_threads", "prefill", {"threads": True},
          "symbolic number of tokens; wkv bound to GPU threads, as mlc-llm ships it"),
@@ -219,8 +225,14 @@ def _register() -> None:
             f"rwkv5_mlc_{name}",
             partial(_build, mode=mode, **options),
             source="mlc-llm, model/rwkv5",
-            special=f"wkv PrimFunc, nn.GroupNorm with channel_axis=-1 and axes=[], token shift PrimFunc; {special}",
-            tags=f"rwkv rwkv5 wkv group_norm state mlc primfunc {mode} {options.get('dtype', 'float32')} "
+            special=(
+                f"wkv PrimFunc, nn.GroupNorm with channel_axis=-1 and axes=[], token shift "
+                f"PrimFunc; {special}"
+            ),
+            tags=(
+                f"rwkv rwkv5 wkv group_norm state mlc primfunc {mode} "
+                f"{options.get('dtype', 'float32')} "
+            )
             + ("symbolic" if mode == "prefill" else ""),
         )
 

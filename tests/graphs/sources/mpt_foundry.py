@@ -1,4 +1,5 @@
-"""MPT as llm-foundry implements it: rotary in two spellings, grouped queries, clipped QKV, norms of q and k."""
+"""MPT as llm-foundry implements it: rotary in two spellings, grouped queries, clipped QKV, norms of
+q and k."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ VERSION = "llm-foundry 0.22.0"
 
 
 def _flash_attention_layers() -> None:
-    """flash-attn's own layers/rotary.py, its Triton kernel replaced by the torch function that file carries."""
+    """flash-attn's own layers/rotary.py, its Triton kernel replaced by the torch function that file
+    carries."""
     root = folder("flash_attn-2.8.3", "flash_attn")
     padding = types.ModuleType("flash_attn.bert_padding")
     package("flash_attn", root, __version__="2.8.3", bert_padding=padding)
@@ -59,7 +61,8 @@ def _foundry() -> Any:
     import llmfoundry.models.layers.attention as attention
     import llmfoundry.models.mpt.modeling_mpt as modelling
 
-    # The wheel is written for transformers 4: rotary reads another configuration, and takes no position_ids now.
+    # The wheel is written for transformers 4: rotary reads another configuration, and takes no
+    # position_ids now.
     def make_rotary(
         rope_impl: str, rope_theta: float, d_model: int, n_heads: int, max_seq_len: int,
         head_dim: int | None = None, **_: Any,
@@ -137,9 +140,7 @@ def _build(size: str, mode: str, attention: dict[str, Any]) -> Source:
         for _ in range(layers)
     ]
     length = torch.export.Dim("past", min=2, max=120)
-    dynamic = (
-        {"ids": None, "past": [({3: length}, {2: length})] * layers} if symbolic else None
-    )
+    dynamic = {"ids": None, "past": [({3: length}, {2: length})] * layers} if symbolic else None
     ids = torch.zeros(1, 1, dtype=torch.int64)
     rules = [tokens] + [["normal", 0.0, 1.0]] * (2 * layers)
     return Source(Decode(), (ids, pairs), rules, dynamic, version)

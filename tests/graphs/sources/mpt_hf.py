@@ -9,7 +9,13 @@ from .recipe import Source, recipe
 SIZES = {
     "small": {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 97, "max_seq_len": 256},
     "real": {"d_model": 768, "n_heads": 12, "n_layers": 12, "vocab_size": 8192, "max_seq_len": 512},
-    "7b": {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432, "max_seq_len": 2048},
+    "7b": {
+        "d_model": 4096,
+        "n_heads": 32,
+        "n_layers": 32,
+        "vocab_size": 50432,
+        "max_seq_len": 2048,
+    },
 }
 LENGTHS = {"small": (5, 7), "real": (128, 127), "7b": (128, 127)}  # prefill, past
 

@@ -1,4 +1,5 @@
-"""GPT-NeoX as Hugging Face implements it: rotary over 25 % of the head, fused QKV per head, parallel residual."""
+"""GPT-NeoX as Hugging Face implements it: rotary over 25 % of the head, fused QKV per head,
+parallel residual."""
 
 from __future__ import annotations
 
@@ -60,8 +61,11 @@ for _name, _mode, _options, _special in (
         partial(_build, mode=_mode, **_options),
         source="Hugging Face transformers, GPTNeoXForCausalLM",
         special=(
-            "rotary on the first 8 of 32 per head, the rest concatenated back; QKV chunked per head; "
+            "rotary on the first 8 of 32 per head, the rest concatenated back; QKV "
+            "chunked per head; "
             f"biases; parallel residual; {_special}; symbolic length"
         ),
-        tags=f"neox rotary partial symbolic {_mode} float32 {'whole' if 'sdpa' in _options else ''}",
+        tags=(
+            f"neox rotary partial symbolic {_mode} float32 {'whole' if 'sdpa' in _options else ''}"
+        ),
     )

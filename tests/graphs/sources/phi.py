@@ -1,4 +1,5 @@
-"""Phi as Hugging Face implements it: half-split rotary on a part of the head, separate projections with bias."""
+"""Phi as Hugging Face implements it: half-split rotary on a part of the head, separate projections
+with bias."""
 
 from __future__ import annotations
 
@@ -41,6 +42,8 @@ for _mode in ("prefill", "decode"):
         f"phi_{_mode}",
         partial(_build, mode=_mode),
         source="Hugging Face transformers, PhiForCausalLM",
-        special="half-split rotary on 16 of 32 per head; biases; parallel residual; symbolic length",
+        special=(
+            "half-split rotary on 16 of 32 per head; biases; parallel residual; symbolic length"
+        ),
         tags=f"phi rotary partial symbolic {_mode} float32",
     )

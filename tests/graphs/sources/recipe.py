@@ -16,25 +16,28 @@ class Source:
     Attributes
     ----------
     module : torch.nn.Module
-        Takes `args`, returns tensors (nested tuples allowed). Its parameters become inputs of the graph.
+        Takes `args`, returns tensors (nested tuples allowed). Its parameters become inputs of the
+        graph.
     args : tuple
         Example arguments at the sizes of the golden run.
     rules : list
         Drawing rule for each tensor of `args`, flattened.
     dynamic : optional
-        ``dynamic_shapes`` for torch.export, with ``torch.export.Dim`` objects named by their meaning.
+        ``dynamic_shapes`` for torch.export, with ``torch.export.Dim`` objects named by their
+        meaning.
     version : str
         Packages and versions the model comes from.
     weight_rule : callable, optional
         ``(parameter name, shape) -> rule``; :func:`default_weight_rule` if not given.
     auto : bool
-        Export with ``Dim.AUTO`` where `dynamic` names a size: torch cannot prove some true facts about declared ranges
-        (that a cache of grouped heads has increasing strides), and refuses them.
+        Export with ``Dim.AUTO`` where `dynamic` names a size: torch cannot prove some true facts
+        about declared ranges (that a cache of grouped heads has increasing strides), and refuses
+        them.
     keep_attention : bool
         See ``relax_llm_passes.extract.import_exported``.
     mod : optional
-        A Relax module made another way; `module` then only computes the golden outputs from the arrays named in
-        `reference_inputs`.
+        A Relax module made another way; `module` then only computes the golden outputs from the
+        arrays named in `reference_inputs`.
     reference : callable, optional
         With `mod`: ``(arrays by input name, dtype) -> outputs`` of the source framework.
     specs : list, optional
@@ -100,7 +103,8 @@ def recipe(
 def default_weight_rule(name: str, shape: tuple[int, ...]) -> list[Any]:
     """Scales under which activations stay near 1 through the layers.
 
-    Vectors named as weights belong to norms: near 1 and no two equal. Matrices are (out, in): 1/sqrt(in).
+    Vectors named as weights belong to norms: near 1 and no two equal. Matrices are (out, in):
+    1/sqrt(in).
     """
     if len(shape) <= 1:
         return ["normal", 0.0 if name.endswith("bias") else 1.0, 0.1]

@@ -9,7 +9,12 @@ from .recipe import Source, default_weight_rule, recipe
 
 SIZES = {
     "small": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97, "context_length": 64},
-    "real": {"hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 8192, "context_length": 512},
+    "real": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "vocab_size": 8192,
+        "context_length": 512,
+    },
 }
 
 
@@ -45,7 +50,8 @@ def _build(size: str, tokens: int) -> Source:
 
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     state = [torch.zeros(1, shape["hidden_size"], shape["num_hidden_layers"]) for _ in range(5)]
-    # Shifted inputs of both blocks, numerator, denominator (positive), running maximum of the exponents.
+    # Shifted inputs of both blocks, numerator, denominator (positive), running maximum of the
+    # exponents.
     rules: list[list[Any]] = [
         ["integers", 0, shape["vocab_size"]],
         ["normal", 0.0, 1.0],
@@ -63,8 +69,10 @@ for _name, _tokens in (("decode", 1), ("prefill6", 6)):
         partial(_build, tokens=_tokens),
         source="Hugging Face transformers, RwkvForCausalLM",
         special=(
-            "wkv with numerator, denominator and running maximum; token shift by padding; states of all layers in one "
-            f"tensor, read and written by column; {_tokens} token{'s, unrolled' if _tokens > 1 else ''}"
+            "wkv with numerator, denominator and running maximum; token shift by "
+            "padding; states of all layers in one "
+            f"tensor, read and written by column; {_tokens} "
+            f"token{'s, unrolled' if _tokens > 1 else ''}"
         ),
         tags=f"rwkv rwkv4 wkv state float32 {_name.rstrip('6')}",
     )

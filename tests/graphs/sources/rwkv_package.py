@@ -1,4 +1,5 @@
-"""RWKV-5.2, 6 and 7 from the model code of the PyPI package ``rwkv``: decode with state, and prefill of 6 tokens."""
+"""RWKV-5.2, 6 and 7 from the model code of the PyPI package ``rwkv``: decode with state, and
+prefill of 6 tokens."""
 
 from __future__ import annotations
 
@@ -206,7 +207,9 @@ def _build(size: str, generation: str, mode: str) -> Source:
 
 def _register() -> None:
     special = {
-        "5": "group_norm of eps 64e-5 with gate, wkv as (H,N,1)@(H,1,N), constant decay per channel",
+        "5": (
+            "group_norm of eps 64e-5 with gate, wkv as (H,N,1)@(H,1,N), constant decay per channel"
+        ),
         "6": "data-dependent decay and mix through low-rank matrices with tanh",
         "7": "delta rule: state @ (-kk ⊗ kk·a); L2 norm of the key; value residual across layers",
     }
