@@ -1,0 +1,1 @@
+"""Kernel benchmarks (pytest-benchmark)."""
