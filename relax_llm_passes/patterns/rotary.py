@@ -10,7 +10,7 @@ Refused, with the pairing that was found: anything that is neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,14 @@ def classify_rotary(
         Index variables with their extents.
     """
     analyzer = bound_analyzer(ranges)
-    first = _at_depth(expr, d, 0, analyzer)
+    rows: dict[int, Any] = {}
+
+    def at(depth: int) -> list[tuple[float, list[Any]]] | None:
+        if depth not in rows:
+            rows[depth] = _at_depth(expr, d, depth, analyzer)
+        return rows[depth]
+
+    first = at(0)
     if first is None or len(first) != 2 or any(len(loads) != 2 for _, loads in first):
         return "not a sum of two products of a tensor and a table"
     source = _turned(first, heads)
@@ -149,7 +156,7 @@ def classify_rotary(
     pairs: dict[int, int] = {}
     tables: dict[Any, Any] = {}
     for depth in range(size):
-        terms = first if depth == 0 else _at_depth(expr, d, depth, analyzer)
+        terms = at(depth)
         if terms is None:
             return f"depth {depth} is no sum of products"
         mine = [[x for x in loads if x.source.same_as(source)] for _, loads in terms]
@@ -162,7 +169,7 @@ def classify_rotary(
         pairs[depth] = abs(gap or 0)
         for other in others:
             tables[other[0].source] = None
-    return _style(expr, d, size, source, pairs, list(tables), analyzer)
+    return _style(at, size, source, pairs, list(tables), analyzer)
 
 
 def _turned(terms: list[tuple[float, list[Any]]], heads: Sequence[Any]) -> Any:
@@ -181,7 +188,12 @@ def _turned(terms: list[tuple[float, list[Any]]], heads: Sequence[Any]) -> Any:
 
 
 def _style(
-    expr: Any, d: Any, size: int, source: Any, pairs: Any, tables: list[Any], analyzer: Any
+    at: Callable[[int], Any],
+    size: int,
+    source: Any,
+    pairs: dict[int, int],
+    tables: list[Any],
+    analyzer: Any,
 ) -> tuple[Rotary, Any, list[Any]] | str:
     rotary_dim = len(pairs)
     if not rotary_dim or sorted(pairs) != list(range(rotary_dim)) or rotary_dim % 2:
@@ -190,50 +202,41 @@ def _style(
     gaps = [pairs[i] for i in range(rotary_dim)]
     for style in ("half", "interleaved"):
         want = half if style == "half" else 1
-        if all(g == want for g in gaps) and _signs(expr, d, rotary_dim, style, source, analyzer):
+        if all(g == want for g in gaps) and _signs(at, rotary_dim, style, source, analyzer):
             return Rotary(style, rotary_dim, size), source, tables
     return f"pairs depth 0 with depth {gaps[0]} of {rotary_dim}, in an order that is no rotary"
 
 
-def _signs(expr: Any, d: Any, width: int, style: str, source: Any, analyzer: Any) -> bool:
-    """Check that each pair (x, y) becomes (x c - y s, y c + x s), with one table for each role."""
+def _signs(
+    at: Callable[[int], Any], width: int, style: str, source: Any, analyzer: Any
+) -> bool:
+    """Check that each pair (x, y) becomes (x c - y s, y c + x s): one minus, in the first."""
     half = width // 2
+    seen = {depth: _pair_at(at(depth), source, analyzer) for depth in range(width)}
     for depth in range(width):
         second = depth >= half if style == "half" else depth % 2 == 1
         partner = depth + (half if style == "half" else 1) * (-1 if second else 1)
-        found = _loads_at(expr, d, depth, source, analyzer)
-        theirs = _loads_at(expr, d, partner, source, analyzer)
-        if found is None or theirs is None:
+        mine, theirs = seen[depth], seen[partner]
+        if mine is None or theirs is None or set(mine) != set(theirs):
             return False
-        (c0, x0), (c1, x1) = found
-        (p0, y0), (p1, y1) = theirs
-        # x0 and x1 are the two elements of the pair; both depths must use the same two.
-        same = {_key(x0, analyzer), _key(x1, analyzer)} == {_key(y0, analyzer), _key(y1, analyzer)}
-        if not same:
+        if any(value < 0 for value in mine.values()) == second:
             return False
-        negatives = [c0 < 0, c1 < 0, p0 < 0, p1 < 0]
-        if sum(negatives) != 1 or (sum(negatives[:2]) == 1) == second:
+        if sum(value < 0 for value in (*mine.values(), *theirs.values())) != 1:
             return False
     return True
 
 
-def _key(load: Any, analyzer: Any) -> str:
-    return str([analyzer.simplify(i) for i in load.indices])
-
-
-def _loads_at(
-    expr: Any, d: Any, depth: int, source: Any, analyzer: Any
-) -> list[tuple[float, Any]] | None:
-    terms = _at_depth(expr, d, depth, analyzer)
+def _pair_at(terms: Any, source: Any, analyzer: Any) -> dict[str, float] | None:
+    """Return the factors of the two elements that one depth mixes, by their place."""
     if terms is None or len(terms) != 2:
         return None
-    found = []
+    found = {}
     for factor, loads in terms:
         mine = [x for x in loads if x.source.same_as(source)]
         if len(mine) != 1:
             return None
-        found.append((factor, mine[0]))
-    return found
+        found[str([analyzer.simplify(i) for i in mine[0].indices])] = factor
+    return found if len(found) == 2 else None
 
 
 _MAKES = ("relax.add", "relax.subtract", "relax.concat", "relax.reshape", "relax.stack")
