@@ -18,7 +18,7 @@ def _constant_indices(expr: Any, defined: dict[Any, Any]) -> Any | None:
     for _ in range(len(defined) + 1):
         if isinstance(expr, tvm.ir.GenericConst):
             return expr.value.numpy()
-        if isinstance(expr, tvm.ir.IntImm):
+        if isinstance(expr, tvm.tirx.IntImm):
             return expr.value
         if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op):
             # Conversions and reshapes do not change what is indexed.
