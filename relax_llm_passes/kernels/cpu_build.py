@@ -72,7 +72,10 @@ def cast(value: Any, dtype: str, lanes: int) -> Any:
 def load(buffer: Any, index: Any, lanes: int = 1, dtype: str = "float32") -> Any:
     """Load `lanes` neighbours from a flat buffer, converted to `dtype`."""
     at = tirx.Ramp(i64(index), i64(1), lanes) if lanes > 1 else i64(index)
-    return cast(tirx.BufferLoad(buffer, [at]), dtype, lanes)
+    value = cast(tirx.BufferLoad(buffer, [at]), dtype, lanes)
+    # Not for a `let`: TVM's bfloat16 passes then take the bits for an integer's.
+    from_bfloat16 = str(buffer.dtype) == "bfloat16" and dtype == "float32"
+    return keep(value, lanes) if from_bfloat16 else value
 
 
 def store(buffer: Any, value: Any, index: Any, lanes: int = 1) -> None:
