@@ -1,0 +1,89 @@
+"""Products by group-quantised weights against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from relax_llm_passes.kernels.cpu_epilogue import Epilogue
+from relax_llm_passes.kernels.cpu_spec import GemmSpec, QuantSpec
+from relax_llm_passes.targets import parse_target
+
+from .cpu_gemm_cases import NATIVE, ROUNDING, Case, random, wide
+
+
+def quantise(weight: np.ndarray, quant: QuantSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return words, scales and what they stand for, as mlc-llm's group quantisation packs them."""
+    n, k = weight.shape
+    groups, words = -(-k // quant.group), -(-k // quant.per_word)
+    full = np.zeros((n, groups * quant.group))
+    full[:, :k] = weight
+    grouped = full.reshape(n, groups, quant.group)
+    scale = (np.abs(grouped).max(2) / quant.offset).astype("float16")
+    integers = np.round(grouped / wide(scale)[..., None]) + quant.offset
+    integers = np.clip(integers, 0, 2 * quant.offset).astype("uint32").reshape(n, -1)
+    packed = np.zeros((n, words), "uint32")
+    for j in range(quant.per_word):
+        column = integers[:, j : words * quant.per_word : quant.per_word]
+        packed[:, : column.shape[1]] |= column << np.uint32(quant.bits * j)
+    value = (integers.astype(float) - quant.offset).reshape(n, groups, quant.group)
+    return packed, scale, (value * wide(scale)[..., None]).reshape(n, -1)[:, :k]
+
+
+def check(case: Case, m: int) -> None:
+    spec, rng = case.spec, np.random.default_rng(m)
+    packed, scale, value = quantise(rng.standard_normal((spec.n, spec.k)), spec.quant)
+    lhs = random(rng, (m, spec.k), spec.lhs_dtype)
+    want, size = wide(lhs) @ value.T, np.abs(wide(lhs)) @ np.abs(value).T
+    got = case.call((m,), lhs, [packed, scale], [])
+    # The integer path rounds a 16-bit left operand to 2^-16 of its group's largest value, at most
+    # 4 here, for weights of about 1.
+    rounding = 4 * 2.0**-16 * np.abs(value).sum(1) if spec.lhs_dtype != "float32" else 0.0
+    # The dequantised weights' offset is subtracted from larger sums: offset / 2 times the terms.
+    bound = ROUNDING[spec.out_dtype] * np.abs(want) + 2.0**-20 * (size + 1) + rounding
+    assert (np.abs(got - want) <= bound).all(), np.abs(got - want).max()
+
+
+@pytest.mark.parametrize("bits, offset", [(4, 7), (8, 127)])
+@pytest.mark.parametrize("dtype, n, k", [("float32", 33, 544), ("float16", 24, 320)])
+def test_all_row_counts(bits: int, offset: int, dtype: str, n: int, k: int) -> None:
+    quant = QuantSpec(bits, 32, offset)
+    case = Case(GemmSpec(("m",), n, k, "NK", dtype, "uint32", dtype, Epilogue(), quant))
+    for m in (0, 1, 3, 9):
+        check(case, m)
+
+
+@pytest.mark.parametrize("k", [5, 32, 264])
+def test_decode_of_odd_lengths(k: int) -> None:
+    quant = QuantSpec(4, 32, 7)
+    spec = GemmSpec((1,), 9, k, "NK", "float16", "uint32", "float16", Epilogue(), quant)
+    case = Case(spec)
+    packed, scale, value = quantise(np.random.default_rng(0).standard_normal((9, k)), quant)
+    lhs = random(np.random.default_rng(1), (1, k), "float16")
+    got = case.call((1,), lhs, [packed, scale], [])
+    # fp16 results of sums of k terms of about 1.
+    np.testing.assert_allclose(got, wide(lhs) @ value.T, rtol=2e-3, atol=2e-3 * np.sqrt(k))
+
+
+def test_a_plain_processor() -> None:
+    quant = QuantSpec(4, 32, 7)
+    spec = GemmSpec((1,), 9, 300, "NK", "float16", "uint32", "float16", Epilogue(), quant)
+    check(Case(spec, parse_target("llvm")), 1)
+
+
+def test_nan_reaches_the_result() -> None:
+    quant = QuantSpec(4, 32, 7)
+    spec = GemmSpec((1,), 8, 512, "NK", "float16", "uint32", "float16", Epilogue(), quant)
+    packed, scale, _ = quantise(np.random.default_rng(0).standard_normal((8, 512)), quant)
+    lhs = random(np.random.default_rng(1), (1, 512), "float16")
+    lhs[0, 77] = np.nan
+    assert np.isnan(Case(spec).call((1,), lhs, [packed, scale], [])).all()
+
+
+def test_native_target_has_the_integer_instruction_where_x86_has() -> None:
+    from relax_llm_passes.kernels.cpu_tiles import cpu_tiles
+
+    arm = parse_target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "cortex-a76"})
+    assert cpu_tiles(arm).dot16 == ""
+    assert cpu_tiles(parse_target("llvm -mcpu=haswell")).dot16.endswith("avx2.pmadd.wd")
+    assert cpu_tiles(NATIVE).lanes >= 4
