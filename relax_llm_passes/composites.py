@@ -239,15 +239,18 @@ def _bind_results(
         return [VarBinding(outputs[0], call)]
     whole = make(kind, call.ty)
     found: list[Binding] = [VarBinding(whole, call)]
+    # A value with two output names is bound once.
+    places = {v: i for i, v in reversed(list(enumerate(outputs)))}
+    first = [(i, v) for i, v in enumerate(outputs) if places[v] == i]
     if not chosen.symbols:
-        return found + [VarBinding(v, TupleGetItem(whole, i)) for i, v in enumerate(outputs)]
+        return found + [VarBinding(v, TupleGetItem(whole, i)) for i, v in first]
     # The sizes come first: the types of the other results are in terms of them.
     sizes = TupleGetItem(whole, len(outputs))
     held = make("sizes", sizes.ty)
     found.append(VarBinding(held, sizes))
     matched = ShapeType(chosen.symbols)
     found.append(MatchCast(make("sizes", matched), held, matched))
-    for i, var in enumerate(outputs):
+    for i, var in first:
         item = TupleGetItem(whole, i)
         raw = make(var.name, item.ty)
         found += [VarBinding(raw, item), MatchCast(var, raw, var.ty)]

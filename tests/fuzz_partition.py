@@ -30,7 +30,7 @@ from tvm import relax
 from tvm.ir import Call, Var
 from tvm.relax import Function
 
-from relax_llm_passes.dataflow import FunctionView, is_var, op_name
+from relax_llm_passes.dataflow import FunctionView, is_var, op_name, views
 from relax_llm_passes.fusion.canonicalize_bindings import canonicalize
 from relax_llm_passes.outline import Region, inline, outline
 from tests.interpreter import Interpreter, equal
@@ -192,9 +192,14 @@ def check(seed: int, counts: Counter[str], use_vm: bool = False) -> None:
                 raise Failure("inlining changed a result")
             if not tvm_ffi.structural_equal(canonicalize(back), canonical):
                 raise Failure("inlining back and canonicalizing is not the canonical module")
-        if use_vm and not any(e for _, e in expected.values()):
+        if use_vm and not any(e for _, e in expected.values()) and is_straight(mod):
             check_vm(current, inputs, expected)
             counts["executed by TVM"] += 1
+
+
+def is_straight(mod: tvm.IRModule) -> bool:
+    """Whether TVM can compile and run the module: it fails on If and on local functions."""
+    return all(view.parent is None for view in views(mod))
 
 
 def check_vm(mod: tvm.IRModule, inputs: dict[str, list], expected: dict[str, Any]) -> None:
