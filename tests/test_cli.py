@@ -204,6 +204,17 @@ def test_check_file_and_usage(library, tmp_path, capsys):
     assert "no graph corpus" in one_line(capsys, "check", "--corpus", str(tmp_path / "none"))
 
 
+def test_extract_errors(tmp_path, capsys):
+    assert "holds no config.json" in one_line(capsys, "extract", str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    text = one_line(capsys, "extract", str(tmp_path), "-o", str(tmp_path / "m.bin"))
+    assert "ends in .py or .json" in text
+    for option in (["--mode", "dekode"], ["--dtype", "flout16"]):
+        # Without PyTorch the line names the extra, with it the value that is wrong.
+        text = one_line(capsys, "extract", str(tmp_path), *option)
+        assert option[1] in text or "relax_llm_passes[extract]" in text
+
+
 def test_no_arguments_and_unknown_command(capsys):
     assert main([]) == 2
     assert "invalid choice" in one_line(capsys, "compil")

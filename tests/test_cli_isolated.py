@@ -44,15 +44,15 @@ def refuse() -> None:
 def test_crashes_errors_timeouts_and_going_on():
     with Worker() as worker:
         here = "tests.test_cli_isolated"
-        assert worker.call(f"{here}:noise", {}, 120).result == [1, 2]
-        crashed = worker.call(f"{here}:die", {}, 120)
+        assert worker.call(f"{here}:noise", {}).result == [1, 2]
+        crashed = worker.call(f"{here}:die", {})
         assert crashed.status == "crashed" and "SIG" in crashed.message
-        failed = worker.call(f"{here}:refuse", {}, 120)
+        failed = worker.call(f"{here}:refuse", {})
         assert failed.status == "failed" and failed.message == "ValueError: last line"
         slow = worker.call(f"{here}:wait", {"seconds": 60}, 0.5)
         assert slow.status == "timeout"
-        assert worker.call(f"{here}:noise", {}, 120).ok
-        assert worker.call("no.such:thing", {}, 120).status == "failed"
+        assert worker.call(f"{here}:noise", {}).ok
+        assert worker.call("no.such:thing", {}).status == "failed"
     assert sys.exc_info() == (None, None, None)
 
 
