@@ -183,16 +183,23 @@ EMU_UNCHECKED static inline T emu_reduce(const char* name, EmuSite site, T (*com
   emu_warp_operation(EMU_WARP_EXCHANGE, name, mask, site, &me, emu_reduce_exchange<T>);
   return me.value;
 }
-#define EMU_REDUCE(name, mask, v, expression)                                    \
-  emu_reduce<std::decay_t<decltype(v)>>(                                         \
-      name, EMU_SITE, [](std::decay_t<decltype(v)> a, std::decay_t<decltype(v)> b) { \
-        return (std::decay_t<decltype(v)>)(expression); }, mask, v)
-#define __reduce_add_sync(mask, v) EMU_REDUCE("__reduce_add_sync", mask, v, a + b)
-#define __reduce_min_sync(mask, v) EMU_REDUCE("__reduce_min_sync", mask, v, a < b ? a : b)
-#define __reduce_max_sync(mask, v) EMU_REDUCE("__reduce_max_sync", mask, v, a > b ? a : b)
-#define __reduce_and_sync(mask, v) EMU_REDUCE("__reduce_and_sync", mask, v, a & b)
-#define __reduce_or_sync(mask, v) EMU_REDUCE("__reduce_or_sync", mask, v, a | b)
-#define __reduce_xor_sync(mask, v) EMU_REDUCE("__reduce_xor_sync", mask, v, a ^ b)
+template <class T>
+struct EmuCombine {
+  static T add(T a, T b) { return a + b; }
+  static T least(T a, T b) { return a < b ? a : b; }
+  static T most(T a, T b) { return a > b ? a : b; }
+  static T bits_and(T a, T b) { return a & b; }
+  static T bits_or(T a, T b) { return a | b; }
+  static T bits_xor(T a, T b) { return a ^ b; }
+};
+#define EMU_REDUCE(name, mask, v, how) \
+  emu_reduce<std::decay_t<decltype(v)>>(name, EMU_SITE, EmuCombine<std::decay_t<decltype(v)>>::how, mask, v)
+#define __reduce_add_sync(mask, v) EMU_REDUCE("__reduce_add_sync", mask, v, add)
+#define __reduce_min_sync(mask, v) EMU_REDUCE("__reduce_min_sync", mask, v, least)
+#define __reduce_max_sync(mask, v) EMU_REDUCE("__reduce_max_sync", mask, v, most)
+#define __reduce_and_sync(mask, v) EMU_REDUCE("__reduce_and_sync", mask, v, bits_and)
+#define __reduce_or_sync(mask, v) EMU_REDUCE("__reduce_or_sync", mask, v, bits_or)
+#define __reduce_xor_sync(mask, v) EMU_REDUCE("__reduce_xor_sync", mask, v, bits_xor)
 
 // ---- block-wide votes
 #define __syncthreads_count(p) emu_unsupported_syncthreads_count(p)
