@@ -30,15 +30,14 @@ def _arrange(quant: QuantSpec, lanes: int, lhs: Any, words: int) -> tuple[Any, A
     values = workspace(words * per, "int16")
     starts, scales = workspace(words, "int32"), workspace(groups)
     with T.serial(i64(0), i64(groups)) as group:
-        largest = local(1)
-        store(largest, splat(0.0, 1), 0)
+        # As integers, floats without their sign keep their order, and NaN is the largest.
+        largest = local(1, "int32")
+        store(largest, tirx.const(0, "int32"), 0)
         with T.serial(i64(0), i64(quant.group)) as i:
             bits = tirx.reinterpret("int32", load(lhs, group * quant.group + i))
-            size = let(tirx.reinterpret("float32", bits & tirx.const(0x7FFFFFFF, "int32")))
-            # Also true for NaN, so that a group with one is NaN.
-            above = tirx.Not(size <= load(largest, 0))
-            store(largest, tirx.Select(above, size, load(largest, 0)), 0)
-        top = let(tirx.reinterpret("int32", load(largest, 0)) >> tirx.const(23, "int32"))
+            size = bits & tirx.const(0x7FFFFFFF, "int32")
+            store(largest, tirx.max(load(largest, 0, 1, "int32"), size), 0)
+        top = let(load(largest, 0, 1, "int32") >> tirx.const(23, "int32"))
         broken = top >= tirx.const(255, "int32")
         exponent = let(tirx.min(tirx.max(top, tirx.const(40, "int32")), tirx.const(200, "int32")))
         scale = tirx.reinterpret("float32", (exponent - 14) << tirx.const(23, "int32"))
