@@ -8,8 +8,8 @@ stage: it is in the first- or second-level cache by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +18,29 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..targets import vector_lanes
+from ..targets import num_threads, vector_lanes
 from .norm_program import RowProgram, extent_product, identity_of, merge_of, unravel
 
-__all__ = ["CpuPlan", "emit_cpu", "plan_cpu"]
+__all__ = ["TASKS_PER_THREAD", "CpuPlan", "emit_cpu", "plan_cpu", "split_loop"]
 
 # Vector additions before a partial sum is added to a second one: keeps the rounding error of a long
 # sum near that of a short one.
 SUM_BLOCK = 64
+# Vectors in a row that is written out without a loop.
+SHORT_VECTORS = 16
+# More tasks than threads even out what else the machine does.
+TASKS_PER_THREAD = 2
 # Below this many elements starting threads (1 to 3 microseconds) costs more than it gains.
 PARALLEL_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """Vector width, vectors in flight, and whether rows go to several threads."""
+    """Vector width, vectors in flight, and into how many tasks the rows are cut (1: no threads)."""
 
     lanes: int
     unroll: int
-    parallel: bool
+    chunks: int
 
 
 def plan_cpu(prog: RowProgram, target: tvm.target.Target) -> CpuPlan:
@@ -50,7 +54,37 @@ def plan_cpu(prog: RowProgram, target: tvm.target.Target) -> CpuPlan:
         while unroll > 1 and lanes * unroll > last:
             unroll //= 2
     total = prog.rows * prog.length
-    return CpuPlan(lanes, unroll, not isinstance(total, int) or total >= PARALLEL_ELEMENTS)
+    many = not isinstance(total, int) or total >= PARALLEL_ELEMENTS
+    return CpuPlan(lanes, unroll, TASKS_PER_THREAD * num_threads(target) if many else 1)
+
+
+@contextmanager
+def split_loop(extent: Any, chunks: int) -> Iterator[Any]:
+    """Loop over [0, extent), cut into `chunks` parallel tasks.
+
+    Each iteration of `T.parallel` is a task of its own, at about 0.3 microseconds: as much as a
+    short row takes.
+    """
+    if isinstance(extent, int):
+        chunks = min(chunks, extent)
+    if chunks <= 1:
+        with T.serial(extent) as i:
+            yield i
+        return
+    if isinstance(extent, int):
+        per: Any = -(-extent // chunks)
+        chunks = -(-extent // per)
+        rest = extent % per
+    else:
+        per, rest = tirx.floordiv(extent + (chunks - 1), chunks), 1
+    with T.parallel(chunks) as task:
+        count = (
+            per
+            if isinstance(rest, int) and rest == 0
+            else tirx.max(tirx.min(per, extent - task * per), 0)
+        )
+        with T.serial(count) as i:
+            yield task * per + i
 
 
 def emit_cpu(prog: RowProgram, plan: CpuPlan) -> tirx.PrimFunc:
@@ -164,6 +198,14 @@ def _emit_rows(prog: RowProgram, plan: CpuPlan, flat: list[Any]) -> None:
     reduced = [a.extent for a in prog.reduced]
     inner, beside = reduced[-1], extent_product(reduced[:-1])
     rows = prog.rows
+    # A row of a few vectors is written out: one sum as a tree, no loop, no partial sums in memory.
+    short = (
+        len(reduced) == 1
+        and isinstance(inner, int)
+        and plan.lanes > 1
+        and inner % plan.lanes == 0
+        and inner // plan.lanes <= SHORT_VECTORS
+    )
 
     def each_element(
         place: _Place,
@@ -186,11 +228,18 @@ def _emit_rows(prog: RowProgram, plan: CpuPlan, flat: list[Any]) -> None:
             with T.serial(beside) as j:
                 run(j)
 
-    with T.parallel(rows) if plan.parallel else T.serial(rows) as row:
+    with split_loop(rows, plan.chunks) as row:
         place = _Place(prog, flat, unravel(row, [a.extent for a in prog.outer]))
         scalars: list[Any] = []
         updates: list[Any] = []
         for stage in prog.stages:
+            if short:
+                folded = [
+                    _short_sum(place, prog, k, op, stage, updates, scalars, plan.lanes, inner)
+                    for k, op in enumerate(stage.combine)
+                ]
+                _keep_scalars(prog, stage, folded, scalars, updates)
+                continue
             size = plan.lanes * plan.unroll
             accs = [T.alloc_buffer((size,), prog.acc, scope="local") for _ in stage.combine]
             totals = [T.alloc_buffer((size,), prog.acc, scope="local") for _ in stage.combine]
@@ -225,25 +274,11 @@ def _emit_rows(prog: RowProgram, plan: CpuPlan, flat: list[Any]) -> None:
                         T.buffer_store(acc, merge_of(op, acc[i], x), [i])
 
             each_element(place, accumulate, flush)
-            for op, acc in zip(stage.combine, totals, strict=True):
-                half = size // 2
-                while half:
-                    step = 0
-                    while step < half:
-                        width = min(plan.lanes, half)
-                        with _lanes(width) as v:
-                            T.buffer_store(
-                                acc, merge_of(op, acc[step + v], acc[step + half + v]), [step + v]
-                            )
-                        step += width
-                    half //= 2
-            for x in stage.post([a[0] for a in totals], list(scalars)):
-                s = T.alloc_buffer((1,), prog.acc, scope="local")
-                T.buffer_store(s, x, [0])
-                scalars.append(s[0])
-            if stage.update is not None:
-                frozen = list(scalars)
-                updates.append((stage.update, lambda frozen=frozen: frozen))
+            folded = [
+                _fold(op, buf, size, plan.lanes, prog.acc)
+                for op, buf in zip(stage.combine, totals, strict=True)
+            ]
+            _keep_scalars(prog, stage, folded, scalars, updates)
 
         def write(at: list[Any], width: int, _slot: int) -> None:
             for st in prog.stores:
@@ -258,13 +293,80 @@ def _emit_rows(prog: RowProgram, plan: CpuPlan, flat: list[Any]) -> None:
                         [st.index(coords)],
                     )
 
-        if any(not st.per_row for st in prog.stores):
+        if short:
+            for i in range(inner // plan.lanes):
+                write([i * plan.lanes], plan.lanes, 0)
+        elif any(not st.per_row for st in prog.stores):
             each_element(place, write)
         for st in prog.stores:
             if st.per_row:
                 coords = place.coords([tirx.const(0, "int32")] * len(reduced))
                 x = tirx.Cast(prog.tensors[st.tensor].dtype, st.value(scalars))
                 T.buffer_store(flat[st.tensor], x, [st.index(coords)])
+
+
+def _keep_scalars(
+    prog: RowProgram, stage: Any, folded: list[Any], scalars: list[Any], updates: list[Any]
+) -> None:
+    """Append a stage's results to the row's scalars, and its update to those that follow."""
+    for x in stage.post(folded, list(scalars)):
+        s = T.alloc_buffer((1,), prog.acc, scope="local")
+        T.buffer_store(s, x, [0])
+        scalars.append(s[0])
+    if stage.update is not None:
+        frozen = list(scalars)
+        updates.append((stage.update, lambda: frozen))
+
+
+def _tree(op: str, parts: list[Any]) -> Any:
+    """Combine by halves."""
+    while len(parts) > 1:
+        pairs = [merge_of(op, a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[len(parts) // 2 * 2 :]
+    return parts[0]
+
+
+def _fold(op: str, buf: Any, size: int, lanes: int, dtype: str) -> Any:
+    """Combine a buffer's partial results in registers; returns one value, stored once."""
+    out = T.alloc_buffer((1,), dtype, scope="local")
+    if lanes == 1:
+        T.buffer_store(out, _tree(op, [buf[i] for i in range(size)]), [0])
+        return out[0]
+    vec = _tree(
+        op,
+        [tirx.BufferLoad(buf, [tirx.Ramp(start, 1, lanes)]) for start in range(0, size, lanes)],
+    )
+    width = lanes
+    while width > 2:
+        width //= 2
+        half = f"{dtype}x{width}"
+        vec = merge_of(op, tirx.vectorlow(half, vec), tirx.vectorhigh(half, vec))
+    pair = T.alloc_buffer((2,), dtype, scope="local")
+    T.buffer_store(pair, vec, [tirx.Ramp(0, 1, 2)])
+    T.buffer_store(out, merge_of(op, pair[0], pair[1]), [0])
+    return out[0]
+
+
+def _short_sum(
+    place: _Place,
+    prog: RowProgram,
+    k: int,
+    op: str,
+    stage: Any,
+    updates: list[Any],
+    scalars: list[Any],
+    lanes: int,
+    extent: int,
+) -> Any:
+    """Reduce the k-th value of a stage over a row of a few whole vectors."""
+    acc = T.alloc_buffer((lanes,), prog.acc, scope="local")
+    with _lanes(lanes) as v:
+        parts = [
+            stage.value(place.values(place.coords([start + v]), updates), list(scalars))[k]
+            for start in range(0, extent, lanes)
+        ]
+        T.buffer_store(acc, _tree(op, parts), [v])
+    return _fold(op, acc, lanes, lanes, prog.acc)
 
 
 def _emit_columns(prog: RowProgram, plan: CpuPlan, flat: list[Any]) -> None:
@@ -315,19 +417,18 @@ def _emit_columns(prog: RowProgram, plan: CpuPlan, flat: list[Any]) -> None:
                 x = st.value(place.values(coords, ups), place.late(coords), [s[v] for s in scalars])
                 T.buffer_store(flat[st.tensor], tirx.Cast(dtype, x), [st.index(coords)])
 
-    loop = T.parallel if plan.parallel else T.serial
     if isinstance(beside, int) and beside == 1:
         # One plane: the tiles themselves go to the threads.
         place = _Place(prog, flat, [0] * (len(outer) - 1))
         tiles = last // plan.lanes if isinstance(last, int) else tirx.floordiv(last, plan.lanes)
         if not isinstance(tiles, int) or tiles > 0:
-            with loop(tiles) as i:
+            with split_loop(tiles, plan.chunks) as i:
                 tile(place, i * plan.lanes, plan.lanes)
         rest = last - tiles * plan.lanes
         if not isinstance(rest, int) or rest > 0:
             with T.serial(rest) as i:
                 tile(place, tiles * plan.lanes + i, 1)
         return
-    with loop(beside) as o:
+    with split_loop(beside, plan.chunks) as o:
         place = _Place(prog, flat, unravel(o, outer[:-1]))
         _span(last, plan.lanes, 1, lambda start, width, _slot: tile(place, start, width))

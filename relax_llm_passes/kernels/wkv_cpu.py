@@ -16,7 +16,8 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..targets import vector_lanes
+from ..targets import num_threads, vector_lanes
+from .norm_cpu import TASKS_PER_THREAD, split_loop
 from .norm_math import CPU
 from .wkv4 import Wkv4Spec, wkv4_step
 from .wkv_spec import WkvSpec
@@ -68,7 +69,8 @@ def emit_wkv_cpu(spec: WkvSpec, target: tvm.target.Target) -> tirx.PrimFunc:
     name = "wkv7" if spec.delta else "wkv6" if spec.decay_per_token else "wkv5"
 
     def body(flat: list[Any]) -> None:
-        with T.parallel(spec.batch * spec.heads) as head:
+        tasks = TASKS_PER_THREAD * num_threads(target)
+        with split_loop(spec.batch * spec.heads, tasks) as head:
             b, h = tirx.floordiv(head, spec.heads), tirx.floormod(head, spec.heads)
             one = _Head(spec, flat, b, h, lanes)
             if isinstance(spec.tokens, int) and spec.tokens == 1:
@@ -237,7 +239,8 @@ def emit_wkv4_cpu(spec: Wkv4Spec, target: tvm.target.Target) -> tirx.PrimFunc:
         tiles = channels // lanes if isinstance(channels, int) else tirx.floordiv(channels, lanes)
         rest = channels - tiles * lanes
         if not isinstance(tiles, int) or tiles > 0:
-            with T.parallel(spec.batch * tiles) as i:
+            tasks = TASKS_PER_THREAD * num_threads(target)
+            with split_loop(spec.batch * tiles, tasks) as i:
                 b, c = tirx.floordiv(i, tiles), tirx.floormod(i, tiles)
                 wkv4_step(spec, flat, b, c * lanes, lanes, CPU)
         if not isinstance(rest, int) or rest > 0:
