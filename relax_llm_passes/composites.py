@@ -70,6 +70,7 @@ class CompositeBuilder:
     taken: set[str]
     round: int
     added: dict[GlobalVar, Function] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
 
     def replacer(
         self, view: FunctionView, chosen: Chosen
@@ -86,10 +87,11 @@ class CompositeBuilder:
         base = "".join(c if c.isalnum() or c == "_" else "_" for c in base) or "composite"
         if base[0].isdigit():
             base = "_" + base
-        found, n = base, 0
+        found, n = base, self._numbers.get(base, 0)
         while found in self.taken:
             n += 1
             found = f"{base}_{n}"
+        self._numbers[base] = n
         self.taken.add(found)
         return found
 

@@ -27,7 +27,14 @@ from tvm.relax import (
 from .cloning import Clone, new_if, new_seq
 from .composites import COMPOSITE_PREFIX, ORDER, ROUND
 from .dataflow import FunctionView, is_var
-from .rewriting import Draft, draft_scope, replace_functions, with_body, write_function
+from .rewriting import (
+    Draft,
+    draft_scope,
+    paused_gc,
+    replace_functions,
+    with_body,
+    write_function,
+)
 
 __all__ = ["composite_kind", "inline"]
 
@@ -42,6 +49,7 @@ def composite_kind(func: Any) -> str | None:
     return str(name)[len(COMPOSITE_PREFIX) :]
 
 
+@paused_gc()
 def inline(mod: tvm.IRModule, kinds: Collection[str] | None = None) -> tvm.IRModule:
     """Put the bodies of composite functions back where they are called.
 

@@ -37,7 +37,14 @@ from .dataflow import FunctionView, function_named, type_vars
 from .inlining import inline
 from .regions import Chosen, Region, select
 from .report import Refusal
-from .rewriting import Draft, Item, draft_scope, replace_functions, write_function
+from .rewriting import (
+    Draft,
+    Item,
+    draft_scope,
+    paused_gc,
+    replace_functions,
+    write_function,
+)
 
 __all__ = [
     "ATTRS",
@@ -52,6 +59,7 @@ __all__ = [
 ]
 
 
+@paused_gc()
 def outline(
     mod: tvm.IRModule, function: GlobalVar | str, regions: Iterable[Region]
 ) -> tuple[tvm.IRModule, list[Refusal]]:

@@ -8,7 +8,9 @@ outside the block reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +35,23 @@ from tvm.relax import (
 from .cloning import map_prim, map_type, new_if, new_seq, rename
 from .dataflow import FunctionView, is_var, type_vars
 
-__all__ = ["Draft", "Item", "draft_scope", "write_function"]
+__all__ = ["Draft", "Item", "draft_scope", "paused_gc", "write_function"]
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """Keep Python's cycle collector from running while a function is rebuilt.
+
+    Rebuilding makes tens of thousands of short-lived wrappers without cycles; each full collection
+    that they set off walks every object of the process, which costs more than the rewrite.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass

@@ -29,7 +29,7 @@ from tvm.relax import Function, SeqExpr, TensorType
 
 from ..dataflow import FunctionView, op_name
 from ..registry import PassRun, register_pass
-from ..rewriting import draft_scope, replace_functions, write_function
+from ..rewriting import draft_scope, paused_gc, replace_functions, write_function
 
 __all__ = ["CanonicalizeBindings", "canonicalize", "noop_operator"]
 
@@ -88,6 +88,7 @@ def count_removed(view: FunctionView, counts: Counter[str]) -> None:
                 counts["tuple"] += 1
 
 
+@paused_gc()
 def canonicalize(mod: tvm.IRModule, counts: Counter[str] | None = None) -> tvm.IRModule:
     """Return `mod` with one name for each value in every Relax function.
 
