@@ -86,7 +86,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._answers = queue.Queue()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close())
+        self._stderr = tempfile.TemporaryFile()
         process = subprocess.Popen(
             [sys.executable, "-m", "relax_llm_passes.isolated"],
             stdin=subprocess.PIPE,
@@ -107,7 +107,9 @@ class Worker:
         self._process = process
         return process
 
-    def call(self, function: str, arguments: dict[str, Any], timeout: float | None = None) -> Outcome:
+    def call(
+        self, function: str, arguments: dict[str, Any], timeout: float | None = None
+    ) -> Outcome:
         """Call `module:function` with keyword arguments that JSON can carry.
 
         Parameters

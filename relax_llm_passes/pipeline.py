@@ -23,21 +23,15 @@ from .spec import Step, resolve
 from .targets import TargetLike, parse_target, split_libraries
 from .verify import Verifier, verifying
 
-__all__ = ["Pipeline", "default_pipeline", "deferred_pipeline", "pipeline_names", "stages"]
+__all__ = ["Pipeline", "default_pipeline", "deferred_pipeline", "stages"]
 
 # The graph stages by pass name, in order. Target-dependent choices are made inside the passes.
 GRAPH_PASSES: dict[str, tuple[str, ...]] = {
-    "clean": ("CanonicalizeBindings",),
+    "clean": ("ExpandAttention", "CanonicalizeBindings"),
     "raise": (),
     "fuse": ("FuseWkv", "FuseGroupNormGate", "FuseRotaryAttention", "PartitionGemm"),
     "lower": ("LowerComposites", "LegalizeNorms", "SealKernels", "KeepEffects"),
 }
-
-
-def pipeline_names(names: Sequence[str]) -> list[str]:
-    """Return those of `names` that are registered, in order."""
-    known = {p.name for p in registry.list_passes()}
-    return [n for n in names if n in known]
 
 
 def _steps(target: Target) -> list[Step]:

@@ -172,9 +172,7 @@ class Signature:
             visit(param["name"], param["type"])
         return found
 
-    def sizes(
-        self, given: Mapping[str, int], arrays: Mapping[str, np.ndarray]
-    ) -> dict[str, int]:
+    def sizes(self, given: Mapping[str, int], arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
         """Return a size for every symbol: given, read from the arrays' shapes, or 16.
 
         Raises
@@ -206,7 +204,10 @@ class Signature:
         return {name: sizes.get(name, _DEFAULT_SIZE) for name in symbols}
 
     def arguments(
-        self, sizes: Mapping[str, int], seed: int = 0, arrays: Mapping[str, np.ndarray] | None = None
+        self,
+        sizes: Mapping[str, int],
+        seed: int = 0,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> list[Any]:
         """Return arguments in call order: given arrays, checked, and random values for the rest.
 

@@ -8,7 +8,7 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-TEXT = '''from tvm.script import ir as I
+TEXT = """from tvm.script import ir as I
 from tvm.script import relax as R
 
 WIDTH = 5
@@ -27,7 +27,7 @@ class Module:
     @R.function
     def second(x: R.Tensor((3, "k * 2"), "float32"), s: R.Shape(["k"])):
         return R.exp(x)
-'''
+"""
 
 
 @I.ir_module

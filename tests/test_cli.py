@@ -146,9 +146,9 @@ def test_compile_option_errors(library, capsys, arguments, message):
         (b"def f(:\n", "line 1"),
         (TEXT.replace("float32", "flout32").encode(), "flout32"),
         (TEXT.replace("R.matmul", "R.matmull").encode(), "line 11"),
-        (TEXT.replace("x, w)\n", "w, x)\n").encode(), "line 11"),
+        (TEXT.replace("(WIDTH, 7)", "(6, 7)").encode(), "line 11"),
         (TEXT[: TEXT.index("        return c")].encode(), "ends without a return"),
-        (TEXT[: TEXT.index("R.matmul") + 3].encode(), "no TVMScript"),
+        (TEXT[: TEXT.index("x, w)")].encode(), "no TVMScript"),
     ],
 )
 def test_corrupt_files(tmp_path, capsys, content, message):

@@ -19,14 +19,14 @@ DEFAULT = names()
 def test_split_keeps_braces_together():
     assert split_spec("default, A{x=1,y=2} ,-B") == ["default", "A{x=1,y=2}", "-B"]
     for text in ("A{x=1", "A}x", "A{x}}"):
-        with pytest.raises(rlp.InputError, match="'}'|closed"):
+        with pytest.raises(rlp.InputError, match=r"'}'|closed"):
             split_spec(text)
 
 
 def test_default_has_every_stage_in_order():
     pipeline = rlp.default_pipeline("llvm")
     stages = [s.stage for s in pipeline.steps(pipeline.target)]
-    assert list(dict.fromkeys(stages))[0] == "clean" and stages[-1] == "finish"
+    assert stages[0] == "clean" and stages[-1] == "finish"
     parts = rlp.stages("llvm")
     assert sum(map(len, parts.values())) == len(DEFAULT)
 

@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "out, and the report says so",
     )
     parser.add_argument("--dump-ir", metavar="DIR", help="write the module after every pass")
-    parser.add_argument(
-        "--print-pass-times", action="store_true", help="print what each pass took"
-    )
+    parser.add_argument("--print-pass-times", action="store_true", help="print what each pass took")
     parser.add_argument(
         "--report",
         metavar="FILE",

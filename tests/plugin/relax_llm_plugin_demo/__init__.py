@@ -62,9 +62,7 @@ def register() -> None:
             for binding in view.bindings:
                 call = view.call(binding.var, "relax.nn.relu")
                 if call is not None and len(regions) < run.options.limit:
-                    regions.append(
-                        Region("demo_relu", [binding.var], {"data": call.args[0]})
-                    )
+                    regions.append(Region("demo_relu", [binding.var], {"data": call.args[0]}))
                     run.record.match("relu", 1, view.name, binding.var.name)
             if regions:
                 mod, refusals = outline(mod, gvar, regions)
