@@ -204,11 +204,14 @@ def _from_relax(entry: Recipe, source: Source, size: str, golden: bool) -> Built
     assert source.specs is not None and source.reference is not None
     items = []
     for param, spec in zip(source.mod[source.function].params, source.specs, strict=True):
-        items.append({**_describe(param), **spec})
+        # The printer writes dots in names as underscores; the stream keeps the weight's own name.
+        item = _describe(param)
+        named = {"name": item["name"].replace(".", "_"), "key": item["name"]}
+        items.append({**item, **named, **spec})
     record = _record(entry, source, size, source.mod, source.symbols or {}, items)
     graph = Graph.from_record(entry.name, record, "", source.mod)
     if golden:
-        arrays = {i["name"]: a for i, a in zip(items, graph.inputs(), strict=True)}
+        arrays = {i["key"]: a for i, a in zip(items, graph.inputs(), strict=True)}
         wide = source.reference(arrays, "float64")
         narrow = source.reference(arrays, "float32")
         _store_golden(record, [np.asarray(a) for a in wide], [np.asarray(a) for a in narrow])
