@@ -19,7 +19,8 @@ from relax_llm_passes.errors import InputError, UnknownNameError
 FOLDER = Path(__file__).resolve().parent / "graphs"
 NAMES = corpus.list_graphs(FOLDER)
 UPSTREAM = json.loads((FOLDER / "upstream.json").read_text(encoding="utf-8"))
-# What stock TVM cannot compile, upstream.json records; graphs bound to GPU threads have no llvm entry.
+# What stock TVM cannot compile, upstream.json records; graphs bound to GPU threads have no llvm
+# entry.
 RUNNABLE = [n for n in NAMES if UPSTREAM.get(n, {}).get("llvm") == "ok"]
 # Small, and of different kinds: ALiBi with match_cast, rotary with constants, group_norm,
 # PrimFuncs, quantised.
