@@ -53,8 +53,8 @@ def _cache_argument(model: Any) -> str:
 def _wrap(model: Any, mode: str) -> Any:
     """A module with tensors in and out, masks and caches made in a way that the importer
     understands."""
-    torch = require("torch", "extracting a model")
-    transformers = require("transformers", "extracting a Hugging Face model")
+    torch: Any = require("torch", "extracting a model")
+    transformers: Any = require("transformers", "extracting a Hugging Face model")
     argument = "" if mode == "prefill" else _cache_argument(model)
 
     def mask_for(ids: Any, past: int) -> Any:
@@ -85,7 +85,7 @@ def _wrap(model: Any, mode: str) -> Any:
     def flat(cache: Any) -> tuple[Any, ...]:
         return tuple(each for layer in cache.layers for each in (layer.keys, layer.values))
 
-    class Prefill(torch.nn.Module):  # type: ignore[name-defined, misc]
+    class Prefill(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = model
@@ -100,7 +100,11 @@ def _wrap(model: Any, mode: str) -> Any:
             )
             return (out.logits, *flat(cache))
 
-    class Decode(Prefill):
+    class Decode(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
         def forward(self, ids: Any, past: Any) -> Any:
             cache = transformers.DynamicCache()
             for key, value in past:
