@@ -23,22 +23,32 @@ import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax
-from tvm.ir import Call, GenericConst, GlobalVar, Op, Tuple, TupleGetItem
+from tvm.ir import Call, GenericConst, GlobalVar, Tuple, TupleGetItem
 from tvm.relax import (
     Binding,
     DataflowBlock,
-    DataflowVar,
     Expr,
     Function,
     If,
     MatchCast,
     SeqExpr,
-    ShapeExpr,
-    TensorType,
     Var,
 )
 
 from .errors import InputError, UnknownNameError
+from .expressions import (
+    IMMEDIATES,
+    VAR_TYPES,
+    Dim,
+    collect,
+    collect_type,
+    dtype_of,
+    is_var,
+    op_name,
+    shape_of,
+    type_vars,
+    used_vars,
+)
 
 __all__ = [
     "Dim",
@@ -48,154 +58,12 @@ __all__ = [
     "is_var",
     "op_name",
     "shape_of",
+    "type_vars",
     "used_vars",
     "views",
 ]
 
-Dim: TypeAlias = "int | Expr"
 NoopTest: TypeAlias = "Callable[[FunctionView, Call], str | None]"
-
-_VAR_TYPES = (Var, DataflowVar)
-_IMMEDIATES = (tvm.tirx.IntImm, tvm.tirx.FloatImm, tvm.ir.StringImm)
-
-
-def is_var(expr: Any) -> bool:
-    """Whether `expr` is a local variable (dataflow or not); faster than isinstance."""
-    return type(expr) in _VAR_TYPES
-
-
-def op_name(expr: Any) -> str:
-    """Return the operator's name ("relax.add") of a call to a built-in operator, else ""."""
-    if type(expr) is Call and isinstance(expr.op, Op):
-        return expr.op.name
-    return ""
-
-
-def _dim(value: Expr) -> Dim:
-    return int(value.value) if isinstance(value, tvm.tirx.IntImm) else value
-
-
-def shape_of(expr: Expr) -> tuple[Dim, ...] | None:
-    """Return the sizes of a tensor expression, or None where they are not known.
-
-    A size known at compile time is an int; a symbolic one is a TVM primitive expression. Compare
-    symbolic sizes with `tvm.arith.Analyzer().can_prove_equal`.
-    """
-    ty = expr.ty
-    if not isinstance(ty, TensorType) or not isinstance(ty.shape, ShapeExpr):
-        return None
-    return tuple(_dim(v) for v in ty.shape.values[:])
-
-
-def dtype_of(expr: Expr) -> str | None:
-    """Return the element type ("float16") of a tensor or of a scalar, or None if not known."""
-    ty = expr.ty
-    if isinstance(ty, TensorType):
-        return None if ty.dtype is None else str(ty.dtype.dtype)
-    if isinstance(ty, tvm.ir.PrimType):
-        return str(ty.dtype)
-    return None
-
-
-def used_vars(expr: Expr) -> list[Var]:
-    """Return the variables that `expr` reads, each once, in order; symbolic sizes are among them.
-
-    For an If or a function the variables bound inside are left out. Types of variables are not
-    looked at; types that are part of a call (`ty_args`) are.
-    """
-    found: dict[Var, None] = {}
-    _collect(expr, found)
-    return list(found)
-
-
-def _collect(expr: Any, found: dict[Var, None]) -> None:
-    kind = type(expr)
-    if kind in _VAR_TYPES:
-        found[expr] = None
-    elif kind is Call:
-        op = expr.op
-        if type(op) is not Op and type(op) is not GlobalVar:
-            _collect(op, found)
-        # A slice copies an FFI array in one go; iterating one costs several times as much.
-        for arg in expr.args[:]:
-            if type(arg) in _VAR_TYPES:
-                found[arg] = None
-            else:
-                _collect(arg, found)
-        for ty in expr.ty_args[:]:
-            _collect_type(ty, found)
-    elif kind is Tuple:
-        for field in expr.fields[:]:
-            _collect(field, found)
-    elif kind is TupleGetItem:
-        _collect(expr.tuple_value, found)
-    elif kind is ShapeExpr:
-        for value in expr.values[:]:
-            _collect(value, found)
-    elif kind is If:
-        _collect(expr.cond, found)
-        _collect(expr.true_branch, found)
-        _collect(expr.false_branch, found)
-    elif kind is SeqExpr:
-        _collect_seq(expr, (), found)
-    elif kind is Function:
-        _collect_seq(expr.body, expr.params, found)
-    elif kind is GenericConst or kind is GlobalVar or kind in _IMMEDIATES:
-        return
-    elif isinstance(expr, relax.ExternFunc):
-        return
-    elif tvm.ir.is_prim_expr(expr):
-        for var in relax.analysis.used_vars(expr):
-            found[var] = None
-
-
-def _collect_type(ty: Any, found: dict[Var, None]) -> None:
-    for var in type_vars(ty):
-        found[var] = None
-
-
-def type_vars(ty: Any) -> list[Var]:
-    """Return the variables that a type mentions: symbolic sizes, and shapes held in variables."""
-    if type(ty) is TensorType:
-        shape = ty.shape
-        if shape is None:
-            return []
-        if type(shape) in _VAR_TYPES:
-            return [shape]
-        if all(type(v) is tvm.tirx.IntImm for v in shape.values[:]):
-            return []
-    elif isinstance(ty, tvm.ir.TupleType):
-        return list(dict.fromkeys(v for field in ty.fields[:] for v in type_vars(field)))
-    elif isinstance(ty, relax.FuncType):
-        if ty.params is None:
-            return []
-        params = tvm.ir.TupleType(ty.params)
-        bound = set(relax.analysis.definable_tir_vars_in_type(params))
-        whole = tvm.ir.TupleType([*ty.params[:], ty.ret])
-        return [v for v in type_vars(whole) if v not in bound]
-    elif not isinstance(ty, relax.ShapeType):
-        return []
-    return list(relax.analysis.tir_vars_in_type(ty))
-
-
-def _collect_seq(seq: SeqExpr, params: Any, found: dict[Var, None]) -> None:
-    inner: dict[Var, None] = {}
-    bound: set[Var] = set(params)
-    for param in params:
-        bound.update(relax.analysis.definable_tir_vars_in_type(param.ty))
-    for block in seq.blocks[:]:
-        for binding in block.bindings[:]:
-            bound.add(binding.var)
-            _collect(binding.value, inner)
-            if type(binding) is MatchCast:
-                _collect_type(binding.ty, inner)
-                bound.update(relax.analysis.definable_tir_vars_in_type(binding.ty))
-            else:
-                _collect_type(binding.var.ty, inner)
-    _collect(seq.body, inner)
-    for var in inner:
-        if var not in bound:
-            found[var] = None
 
 
 def function_named(mod: tvm.IRModule, function: GlobalVar | str) -> tuple[GlobalVar, Function]:
@@ -313,8 +181,8 @@ class FunctionView:
         kind = type(value)
         reads: dict[Var, None] = {}
         if type(binding) is MatchCast:
-            _collect(value, reads)
-            _collect_type(binding.ty, reads)
+            collect(value, reads)
+            collect_type(binding.ty, reads)
             source = self.resolve(value)
             if tvm_ffi.structural_equal(binding.ty, source.ty):
                 self._set_alias(var, source, "match_cast")
@@ -323,12 +191,12 @@ class FunctionView:
         if kind is If or kind is Function:
             self._add_children(binding, value, reads)
         else:
-            _collect(value, reads)
+            collect(value, reads)
         self._reads.append(list(reads))
-        if kind in _VAR_TYPES:
+        if kind in VAR_TYPES:
             self._set_alias(var, self.resolve(value), "variable")
             self._keep_again(var, value)
-        elif kind is GenericConst or kind in _IMMEDIATES or kind is GlobalVar:
+        elif kind is GenericConst or kind in IMMEDIATES or kind is GlobalVar:
             self._set_alias(var, value, "constant")
         elif kind is TupleGetItem:
             field = self._field(value)
@@ -348,7 +216,7 @@ class FunctionView:
                 self._set_alias(var, self.resolve(value.args[0]), why)
 
     def _keep_again(self, var: Var, source: Expr) -> None:
-        again = self._lookup("_again", source) if type(source) in _VAR_TYPES else None
+        again = self._lookup("_again", source) if type(source) in VAR_TYPES else None
         if again is not None:
             self._again[var] = again
 
@@ -359,7 +227,7 @@ class FunctionView:
     def _add_children(self, binding: Binding, value: Expr, reads: dict[Var, None]) -> None:
         parts: list[tuple[Function, SeqExpr, Any]]
         if type(value) is If:
-            _collect(value.cond, reads)
+            collect(value.cond, reads)
             parts = [
                 (self.function, value.true_branch, ()),
                 (self.function, value.false_branch, ()),
@@ -385,7 +253,7 @@ class FunctionView:
     def _find_tuple(self, expr: Expr) -> Tuple | None:
         if type(expr) is Tuple:
             return expr
-        return self._lookup("_tuples", expr) if type(expr) in _VAR_TYPES else None
+        return self._lookup("_tuples", expr) if type(expr) in VAR_TYPES else None
 
     def _field(self, item: TupleGetItem) -> Expr | None:
         """Return what `(a, b)[0]` is, as written; None when the tuple is not built in sight."""
@@ -395,7 +263,7 @@ class FunctionView:
             if inner is None:
                 return None
             source = inner
-        built = self._lookup("_again", source) if type(source) in _VAR_TYPES else None
+        built = self._lookup("_again", source) if type(source) in VAR_TYPES else None
         if built is None:
             built = self._find_tuple(self.resolve(source))
         if built is None or item.index >= len(built.fields):
@@ -426,7 +294,7 @@ class FunctionView:
     def resolve(self, expr: Expr) -> Expr:
         """Return the canonical expression of a value: a variable, a constant, or `expr` itself."""
         kind = type(expr)
-        if kind in _VAR_TYPES:
+        if kind in VAR_TYPES:
             scope: FunctionView | None = self
             while scope is not None:
                 if expr in scope._alias:
@@ -443,7 +311,7 @@ class FunctionView:
         var = self.resolve(expr)
         scope: FunctionView | None = self
         while scope is not None:
-            position = scope._index.get(var) if type(var) in _VAR_TYPES else None
+            position = scope._index.get(var) if type(var) in VAR_TYPES else None
             if position is not None:
                 return scope.bindings[position]
             scope = scope.parent
@@ -511,7 +379,7 @@ class FunctionView:
     def index(self, expr: Expr) -> int:
         """Return the position in `bindings` of the binding that makes this value, or -1."""
         var = self.resolve(expr)
-        return self._index.get(var, -1) if type(var) in _VAR_TYPES else -1
+        return self._index.get(var, -1) if type(var) in VAR_TYPES else -1
 
     def position(self, var: Var) -> int:
         """Return the position of the binding of `var` itself, aliases not looked through, or -1."""
@@ -558,7 +426,7 @@ class FunctionView:
     def result_vars(self) -> list[Var]:
         """Return the variables, aliases looked through, that the scope's result is made of."""
         found = dict.fromkeys(self.resolve(v) for v in self._result)
-        return [v for v in found if type(v) in _VAR_TYPES]
+        return [v for v in found if type(v) in VAR_TYPES]
 
     def is_output(self, expr: Expr) -> bool:
         """Whether the scope returns this value, alone or inside a tuple."""
@@ -572,7 +440,7 @@ class FunctionView:
         pending: list[Expr] = [self.resolve(v) for v in self._result]
         while pending:
             var = pending.pop()
-            if type(var) not in _VAR_TYPES or var in self._outputs:
+            if type(var) not in VAR_TYPES or var in self._outputs:
                 continue
             self._outputs.add(var)
             built = self._tuples.get(var)
@@ -588,7 +456,7 @@ class FunctionView:
             if var in self._alias or (var in self._tuples and var not in whole):
                 continue
             for read in {self.resolve(v): None for v in self._reads[i]}:
-                if type(read) in _VAR_TYPES:
+                if type(read) in VAR_TYPES:
                     users.setdefault(read, []).append(binding)
                     if read in self._tuples:
                         whole.add(read)
@@ -616,10 +484,10 @@ class FunctionView:
             if type(binding) is MatchCast:
                 bound.update(relax.analysis.definable_tir_vars_in_type(binding.ty))
             else:
-                _collect_type(binding.var.ty, found)
+                collect_type(binding.var.ty, found)
         for var in self._result:
             found[self.resolve(var)] = None
-        return [v for v in found if type(v) in _VAR_TYPES and v not in bound]
+        return [v for v in found if type(v) in VAR_TYPES and v not in bound]
 
     def scopes(self) -> Iterator[FunctionView]:
         """Yield this scope and every scope inside it, outermost first."""

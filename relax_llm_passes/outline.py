@@ -115,17 +115,17 @@ def _by_scope(
     home = {b.var: scope for scope in root.scopes() for b in scope.bindings}
     found: dict[FunctionView, list[tuple[int, Region]]] = {s: [] for s in root.scopes()}
     for number, region in regions:
-        scopes = {home.get(v) for v in region.bindings}
+        lost = [v for v in region.bindings if v not in home]
+        scopes = {home[v] for v in region.bindings if v in home}
         first = next(iter(region.bindings), None)
         name = first.name if first is not None else ""
-        if len(scopes) == 1 and None not in scopes:
-            found[scopes.pop()].append((number, region))
+        if lost:
+            reason = f"{lost[0].name} is not bound in function {root.name}"
+            refusals.append(Refusal(reason, region.kind, root.name, lost[0].name))
         elif not scopes:
             refusals.append(Refusal("it has no bindings", region.kind, root.name))
-        elif None in scopes:
-            lost = next(v for v in region.bindings if v not in home)
-            reason = f"{lost.name} is not bound in function {root.name}"
-            refusals.append(Refusal(reason, region.kind, root.name, lost.name))
+        elif len(scopes) == 1:
+            found[scopes.pop()].append((number, region))
         else:
             reason = "its bindings are in several scopes (an If branch or a local function)"
             refusals.append(Refusal(reason, region.kind, root.name, name))
