@@ -68,6 +68,13 @@ def _abs(x: Any, lanes: int) -> Any:
     return tirx.reinterpret(_type("float32", lanes), bits & splat(0x7FFFFFFF, lanes, "int32"))
 
 
+def _keep_nan(x: Any, result: Any, lanes: int) -> Any:
+    """Return `result`, and x where x is NaN. By its bits: TVM simplifies `x != x` to false."""
+    bits = tirx.reinterpret(_type("int32", lanes), x) & splat(0x7FFFFFFF, lanes, "int32")
+    number = bits <= splat(0x7F800000, lanes, "int32")
+    return keep(tirx.Select(number, result, x), lanes)
+
+
 def _type(dtype: str, lanes: int) -> str:
     return f"{dtype}x{lanes}" if lanes > 1 else dtype
 
@@ -83,7 +90,7 @@ def exp(x: Any, lanes: int) -> Any:
     result = keep(value * two_n, lanes)
     result = keep(tirx.Select(x < splat(-87.33, lanes), splat(0.0, lanes), result), lanes)
     result = keep(tirx.Select(x > splat(88.37, lanes), splat(float("inf"), lanes), result), lanes)
-    return keep(tirx.Select(tirx.NE(x, x), x, result), lanes)
+    return _keep_nan(x, result, lanes)
 
 
 def sigmoid(x: Any, lanes: int) -> Any:
@@ -116,7 +123,7 @@ def erf(x: Any, lanes: int) -> Any:
     )
     far = keep(tirx.Select(x < splat(0.0, lanes), -far, far), lanes)
     near = x * _polynomial(keep(x * x, lanes), _ERF, lanes)
-    return keep(tirx.Select(size < splat(1.0, lanes), near, far), lanes)
+    return _keep_nan(x, tirx.Select(size < splat(1.0, lanes), near, far), lanes)
 
 
 def gelu_erf(x: Any, lanes: int) -> Any:
