@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import tirx
 from tvm.ir import TupleGetItem
 
 from ..dataflow import FunctionView, is_var, op_name
@@ -35,7 +35,14 @@ from ..kernels.scalar_expr import (
     rewrite,
 )
 from ..report import Refusal
-from .elements import LAYOUT, ElementReader, Unreadable, is_biased_product, reshaped_index
+from .elements import (
+    LAYOUT,
+    ElementReader,
+    Unreadable,
+    is_biased_product,
+    region_between,
+    reshaped_index,
+)
 from .key_range import key_range
 from .rotary import classify_rotary
 
@@ -483,7 +490,7 @@ class _Finder:
             caches = [appends[0][1], appends[1][1]]
         plan.inputs, leaves = self._inputs(plan)
         plan.tir_vars = _free_sizes(plan)
-        region = self._region(out, caches, leaves)
+        region = region_between(view, [out, *caches], leaves)
         self._check_region(region, out, caches)
         facts = self._facts(plan)
         return AttentionMatch(plan, leaves, region, out, caches, softmax, facts)
@@ -531,29 +538,6 @@ class _Finder:
                 buffers.append(buffer)
                 leaves.append(leaf)
         return buffers, leaves
-
-    def _region(self, out: Any, caches: Sequence[Any], leaves: Sequence[Any]) -> dict[Any, None]:
-        """Return every binding between the leaves and the outputs."""
-        view = self.view
-        stops = {leaf: None for leaf in leaves if is_var(leaf)}
-        found: dict[Any, None] = {}
-        pending = [out, *caches]
-        while pending:
-            var = pending.pop()
-            var = view.resolve(var)
-            if not is_var(var) or var in stops or var in found or view.index(var) < 0:
-                continue
-            found[var] = None
-            for read in view.reads(view.index(var)):
-                resolved = view.resolve(read)
-                if is_var(resolved) and isinstance(
-                    getattr(resolved, "ty", None), (relax.TensorType,)
-                ):
-                    pending.append(resolved)
-                elif is_var(resolved):
-                    fields = view.fields(resolved)
-                    pending.extend(fields if fields is not None else [resolved])
-        return found
 
     def _check_region(self, region: dict[Any, None], out: Any, caches: Sequence[Any]) -> None:
         """Refuse when a big intermediate of the region is needed outside."""

@@ -35,6 +35,7 @@ __all__ = [
     "Unreadable",
     "is_biased_product",
     "origin",
+    "region_between",
     "reshaped_index",
 ]
 
@@ -760,6 +761,28 @@ def is_biased_product(view: FunctionView, var: Any) -> bool:
     products = [view.call(origin(view, a), "relax.matmul") is not None for a in sides]
     others = [a for a, product in zip(sides, products, strict=True) if not product]
     return len(others) == 1 and (not is_var(others[0]) or view.index(others[0]) < 0)
+
+
+def region_between(view: FunctionView, outputs: Sequence[Any], leaves: Sequence[Any]) -> dict:
+    """Return the variables of every binding between the leaves and the outputs."""
+    stops = {leaf: None for leaf in leaves if is_var(leaf)}
+    found: dict[Any, None] = {}
+    pending = list(outputs)
+    while pending:
+        var = view.resolve(pending.pop())
+        if not is_var(var) or var in stops or var in found or view.index(var) < 0:
+            continue
+        found[var] = None
+        for read in view.reads(view.index(var)):
+            resolved = view.resolve(read)
+            if not is_var(resolved):
+                continue
+            if isinstance(getattr(resolved, "ty", None), relax.TensorType):
+                pending.append(resolved)
+            else:
+                fields = view.fields(resolved)
+                pending.extend(fields if fields is not None else [resolved])
+    return found
 
 
 def origin(view: FunctionView, expr: Any) -> Any:

@@ -82,11 +82,21 @@ def _terms(expr: Any, factor: float = 1.0) -> list[tuple[float, list[Any]]] | No
         right = _terms(expr.b, -factor if isinstance(expr, tirx.Sub) else factor)
         return None if left is None or right is None else left + right
     if isinstance(expr, tirx.Mul):
-        left, right = _terms(expr.a), _terms(expr.b)
+        left, right = _factor(expr.a), _factor(expr.b)
         if left is None or right is None:
             return None
         return [(factor * a * b, x + y) for a, x in left for b, y in right]
     return None
+
+
+def _factor(expr: Any) -> list[tuple[float, list[Any]]] | None:
+    """Return the terms of a factor; any function of one element (bias, clip) counts as it."""
+    terms = _terms(expr)
+    if terms is None or len(terms) > 1:
+        loads = buffer_loads(expr)
+        if len(loads) == 1:
+            return [(1.0, loads)]
+    return terms
 
 
 def _fold_choices(expr: Any, analyzer: Any) -> Any:
@@ -109,6 +119,9 @@ def _fold_choices(expr: Any, analyzer: Any) -> Any:
 
 def _at_depth(expr: Any, d: Any, value: int, analyzer: Any) -> list[tuple[float, list[Any]]] | None:
     fixed = _fold_choices(substitute(expr, {d: i64(value)}), analyzer)
+    loads = buffer_loads(fixed)
+    if len(loads) == 1:
+        return [(1.0, loads)]  # passes through, perhaps with a bias or a clip
     terms = _terms(fixed)
     return None if terms is None else [t for t in terms if t[0] != 0.0]
 
@@ -207,9 +220,7 @@ def _style(
     return f"pairs depth 0 with depth {gaps[0]} of {rotary_dim}, in an order that is no rotary"
 
 
-def _signs(
-    at: Callable[[int], Any], width: int, style: str, source: Any, analyzer: Any
-) -> bool:
+def _signs(at: Callable[[int], Any], width: int, style: str, source: Any, analyzer: Any) -> bool:
     """Check that each pair (x, y) becomes (x c - y s, y c + x s): one minus, in the first."""
     half = width // 2
     seen = {depth: _pair_at(at(depth), source, analyzer) for depth in range(width)}
