@@ -106,14 +106,15 @@ def test_gemv(dtype):
 def test_matmul(dtype, request):
     if dtype == "float16":
         request.getfixturevalue("tensor_intrinsics")
-    n = 64
+    # large enough for dlight's tensor-core rule
+    n, k, m = (128, 128, 128) if dtype == "float16" else (64, 64, 96)
     if dtype == "int8":
-        x, w = (rng.integers(-128, 128, s).astype("int8") for s in ((n, 64), (64, 96)))
+        x, w = (rng.integers(-128, 128, s).astype("int8") for s in ((n, k), (k, m)))
     else:
-        x, w = array((n, 64), dtype), array((64, 96), dtype)
+        x, w = array((n, k), dtype), array((k, m), dtype)
     out = {"float16": "float32", "int8": "int32"}.get(dtype, dtype)
     mod = module(
-        lambda x, w: nn.op.matmul(x, w, out_dtype=out), x=(("n", 64), dtype), w=((64, 96), dtype)
+        lambda x, w: nn.op.matmul(x, w, out_dtype=out), x=(("n", k), dtype), w=((k, m), dtype)
     )
     r = run(mod, x, w, orders=2)
     want = x.astype("f8") @ w.astype("f8")

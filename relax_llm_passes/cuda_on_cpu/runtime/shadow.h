@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "runtime.h"
 
@@ -32,16 +33,16 @@ struct Cell {
 };
 
 // One cell per granule of 2^shift bytes. It starts at 4 bytes and is made finer on the first
-// smaller access, which forgets what was before. Pages that nothing touches cost nothing.
+// smaller access. Pages that nothing touches cost nothing.
 struct Shadow {
   size_t bytes;
-  int shift = 2;
+  int shift;
   Cell* cells = nullptr;
 
-  explicit Shadow(size_t bytes) : bytes(bytes) { map(); }
+  explicit Shadow(size_t bytes, int shift = 2) : bytes(bytes), shift(shift) { map(); }
   ~Shadow() { unmap(); }
   Shadow(const Shadow&) = delete;
-  size_t mapped() const { return (((bytes >> shift) + 2) * sizeof(Cell) + 4095) & ~(size_t)4095; }
+  size_t mapped() const { return (((bytes >> shift) + 8) * sizeof(Cell) + 4095) & ~(size_t)4095; }
   void map() {
     cells = (Cell*)mmap(nullptr, mapped(), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -51,9 +52,15 @@ struct Shadow {
     int want = shift;
     while (want > 0 && ((access | offset) & ((1u << want) - 1))) want--;
     if (want == shift) return;
-    unmap();
-    shift = want;
-    map();
+    Shadow finer(bytes, want);
+    size_t parts = (size_t)1 << (shift - want);
+    for (size_t i = 0; i <= bytes >> shift; i++) {
+      const Cell& c = cells[i];
+      if (!(c.written.bits | c.read[0].bits | c.read[1].bits)) continue;
+      for (size_t k = 0; k < parts; k++) finer.cells[i * parts + k] = c;
+    }
+    std::swap(cells, finer.cells);
+    std::swap(shift, finer.shift);
   }
 };
 
