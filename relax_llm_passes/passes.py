@@ -6,6 +6,7 @@ import importlib
 
 # In the order of the default pipeline.
 MODULES = (
+    "relax_llm_passes.fusion.expand_attention",
     "relax_llm_passes.fusion.canonicalize_bindings",
     "relax_llm_passes.fusion.wkv",
     "relax_llm_passes.fusion.group_norm_gate",
@@ -15,6 +16,7 @@ MODULES = (
     "relax_llm_passes.fusion.pack_weights",
     "relax_llm_passes.lower",
     "relax_llm_passes.fusion.legalize_norms",
+    "relax_llm_passes.fusion.wkv_primfunc",
     "relax_llm_passes.keep_effects",
     "relax_llm_passes.finish",
     "relax_llm_passes.schedule",

@@ -30,7 +30,7 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     "clean": ("ExpandAttention", "CanonicalizeBindings"),
     "raise": (),
     "fuse": ("FuseWkv", "FuseGroupNormGate", "FuseRotaryAttention", "PartitionGemm"),
-    "lower": ("LowerComposites", "LegalizeNorms", "SealKernels", "KeepEffects"),
+    "lower": ("LowerComposites", "LegalizeNorms", "ReplaceWkvKernels", "SealKernels", "KeepEffects"),
 }
 
 

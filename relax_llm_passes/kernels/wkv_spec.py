@@ -47,6 +47,8 @@ class WkvSpec:
         w has a token axis (RWKV-6, 7); otherwise it is (H, N).
     head_major : bool
         Tensors are (B, H, T, N).
+    order : tuple[str, ...]
+        Parameters by role ("out" and "new_state" included) where they come in another order.
     """
 
     tensors: tuple[Tensor, ...]
@@ -58,6 +60,7 @@ class WkvSpec:
     value_major: bool = False
     decay_per_token: bool = True
     head_major: bool = False
+    order: tuple[str, ...] = ()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -66,7 +69,7 @@ class WkvSpec:
 
     def position(self, role: str) -> int:
         """Index of a role ("out" and "new_state" included) among the parameters."""
-        return [*self.roles, "out", "new_state"].index(role)
+        return (self.order or (*self.roles, "out", "new_state")).index(role)
 
     def token_offset(self, b: Any, t: Any, h: Any) -> Any:
         """Flat index of channel 0 of token `t` and head `h` in a per-token tensor."""
