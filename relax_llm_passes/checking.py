@@ -294,7 +294,7 @@ def _check_case(worker: Worker, case: Case, settings: Settings) -> dict[str, Any
 
 
 def passed(entry: dict[str, Any]) -> bool:
-    """Say whether a result is as it should be: compared and equal, or compiled where that is all."""
+    """Say whether a result is good: compared and equal, or compiled where that is all."""
     return entry["status"] in ("passed", "compiled")
 
 

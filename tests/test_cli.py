@@ -20,10 +20,8 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
     (folder / "m.py").write_text(TEXT)
     out = str(folder / "out" / "m.so")
-    code = main(
-        ["compile", str(folder / "m.py"), "--target", "llvm", "-o", out]
-        + ["--report", str(folder / "r.json"), "--dump-ir", str(folder / "ir")]
-    )
+    written = ["-o", out, "--report", str(folder / "r.json"), "--dump-ir", str(folder / "ir")]
+    code = main(["compile", str(folder / "m.py"), "--target", "llvm", *written])
     assert code == 0
     return folder
 
@@ -31,7 +29,7 @@ def library(tmp_path_factory):
 def one_line(capsys, *arguments: str) -> str:
     """Run a command that must end with one line on stderr and exit code 2."""
     capsys.readouterr()
-    assert main(list(arguments)) == 2
+    assert main(arguments) == 2
     found = capsys.readouterr()
     assert found.out == ""
     assert len(found.err.splitlines()) == 1 and "Traceback" not in found.err

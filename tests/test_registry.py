@@ -46,7 +46,7 @@ def test_unknown_pass_names_the_closest():
 def test_unknown_option_and_wrong_type():
     with pytest.raises(rlp.UnknownNameError, match="did you mean 'avoid'"):
         rlp.get_pass("LowerComposites", avoit=())
-    with pytest.raises(rlp.InputError, match="LowerComposites.avoid=3"):
+    with pytest.raises(rlp.InputError, match=r"LowerComposites\.avoid=3"):
         rlp.get_pass("LowerComposites", avoid=3)
 
 

@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in _COMMANDS:
         module = importlib.import_module(f".{name}_command", __package__)
-        text = module.__doc__.strip().splitlines()[0]
+        text = (module.__doc__ or name).strip().splitlines()[0]
         sub = commands.add_parser(name, help=text[0].lower() + text[1:], description=text)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -14,6 +14,7 @@ from .common import (
     load,
     make_pipeline,
     one_line,
+    parse_sizes,
 )
 
 
@@ -29,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda",
         action="store_true",
         help="execute the generated CUDA code on the CPU and print its counters",
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="a symbolic size for --cuda; may be given several times",
     )
     add_pipeline_arguments(parser)
 
@@ -111,16 +119,32 @@ def describe_rest(report: Any, functions: set[str]) -> list[str]:
 
 
 def explain_cuda(args: argparse.Namespace) -> int:
-    """Print the counters of the CUDA code executed on the CPU."""
+    """Print the counters of the CUDA code executed on the CPU, on random inputs."""
     try:
-        from ..cuda_on_cpu import explain  # type: ignore[attr-defined]
+        from ..cuda_on_cpu.explain import explain_cuda as execute
     except ImportError:
         raise UnsupportedError(
             "--cuda needs the part of the package that executes CUDA code on the CPU, which this "
             "installation does not have"
         ) from None
-    target = args.target if args.target != "native" else "cuda"
-    args.target = target
+    from ..errors import UnknownNameError
+    from ..module_io import public_functions
+    from ..sampling import random_arguments, sample_sizes
+
+    if args.target == "native":
+        args.target = "cuda"
     pipeline = make_pipeline(args)
-    print(explain(load(args.file).mod, pipeline, function=args.function))
+    if pipeline.target.kind.name != "cuda":
+        raise InputError(f"--cuda: expected a cuda target, found {args.target!r}")
+    mod = load(args.file).mod
+    functions = public_functions(mod)
+    name = args.function or ("main" if "main" in functions else next(iter(functions)))
+    if name not in functions:
+        raise UnknownNameError(f"function of {args.file}", name, functions)
+    sizes = {**sample_sizes(functions[name]), **parse_sizes(args.shape)}
+    inputs = random_arguments(functions[name], sizes)
+    if sizes:
+        print("sizes: " + ", ".join(f"{k}={v}" for k, v in sizes.items()))
+    found = execute(mod, inputs, pipeline.target, function=name, relax_pipeline=pipeline)
+    print(found.to_text())
     return 0

@@ -13,6 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_target_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print docs/passes.md, made from what is registered"
+    )
 
 
 def inventory(target: str) -> dict[str, Any]:
@@ -64,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
+    if args.markdown:
+        print(markdown(found))
+        return 0
     stage = ""
     for entry in found["passes"]:
         if entry["stage"] != stage:
@@ -89,3 +95,40 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {x['kind']:<16} {x['name']:<24} {', '.join(x['targets'])}")
     print("targets: " + ", ".join(found["targets"]))
     return 0
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """Return the inventory as a page: one table row a pass, options beneath."""
+    lines = [
+        "# Passes",
+        "",
+        "Made by `relax-llm-passes list --markdown` from what is registered.",
+        "",
+        "| pass | stage | by default | what it does |",
+        "| --- | --- | --- | --- |",
+    ]
+    for entry in found["passes"]:
+        runs = "yes" if entry["default"] else "when asked for"
+        lines.append(f"| `{entry['name']}` | {entry['stage']} | {runs} | {entry['summary']} |")
+    lines += [
+        "",
+        "## Options",
+        "",
+        "| option | type | default | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
+    for entry in found["passes"]:
+        for option in entry["options"]:
+            kind = option["type"].replace("|", "\\|")
+            name = f"{entry['name']}.{option['name']}"
+            lines.append(f"| `{name}` | {kind} | `{option['default']}` | {option['summary']} |")
+    lines += ["", "## Libraries", "", "Named before the target, as in `cublas, cuda`.", ""]
+    lines += [
+        f"- `{x['name']}` ({', '.join(x['targets'])}): {x['summary']}" for x in found["libraries"]
+    ]
+    lines += ["", "## Implementations", "", "In the order in which they are asked.", ""]
+    lines += [
+        f"- {x['kind']}: `{x['name']}` ({', '.join(x['targets'])})"
+        for x in found["implementations"]
+    ]
+    return "\n".join(lines)
