@@ -72,7 +72,7 @@ def inline(mod: tvm.IRModule, kinds: Collection[str] | None = None) -> tvm.IRMod
         if kind is not None and (kinds is None or kind in kinds):
             found[gvar] = func
     if not found:
-        return mod
+        return _without_notes(mod) if kinds is None else mod
     rounds: dict[int, dict[GlobalVar, Function]] = {}
     if kinds is None and any(_notes(f) for f in mod.functions.values()):
         for gvar, func in found.items():
@@ -81,6 +81,11 @@ def inline(mod: tvm.IRModule, kinds: Collection[str] | None = None) -> tvm.IRMod
         rounds[0] = found
     for number in sorted(rounds, reverse=True):
         mod = _inline_round(mod, set(rounds[number]), number)
+    return _without_notes(mod)
+
+
+def _without_notes(mod: tvm.IRModule) -> tvm.IRModule:
+    """Drop what `outline` left on callers: after inlining it tells nothing any more."""
     changed = {}
     for gvar, func in mod.functions.items():
         if isinstance(func, Function) and func.attrs and ORDER in func.attrs:

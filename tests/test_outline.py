@@ -176,6 +176,12 @@ def test_interleaved_bindings_move_only_as_far_as_needed_and_come_back() -> None
     assert "relax_llm.order" not in inline(after)["main"].attrs
 
 
+def test_the_note_on_order_goes_even_when_nothing_is_left_to_inline() -> None:
+    alone = tvm.IRModule({"main": Diamond["main"].with_attr("relax_llm.order", "[]")})
+    assert "relax_llm.order" in alone["main"].attrs
+    assert "relax_llm.order" not in inline(alone)["main"].attrs
+
+
 def test_pattern_anchored_outputs_that_are_unused_or_used_twice() -> None:
     @I.ir_module
     class Mod:
