@@ -58,7 +58,7 @@ def test_compile_writes_library_signatures_report_and_ir(library):
     }
     report = json.loads((library / "r.json").read_text())
     names = [p["name"] for p in report["passes"]]
-    assert names[0] == "CanonicalizeBindings"
+    assert "CanonicalizeBindings" in names
     assert len(list((library / "ir").iterdir())) == len(names)
 
 

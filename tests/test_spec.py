@@ -39,8 +39,9 @@ def test_without_a_pass_and_without_a_stage():
 
 
 def test_pieces_come_in_pipeline_order():
-    assert names(passes="LegalizeOps,clean") == ["CanonicalizeBindings", "LegalizeOps"]
-    assert names(passes="clean") == ["CanonicalizeBindings"]
+    clean = [str(p.info.name) for p in rlp.stages("llvm")["clean"]]
+    assert "CanonicalizeBindings" in clean and names(passes="clean") == clean
+    assert names(passes="LegalizeOps,clean") == [*clean, "LegalizeOps"]
     assert names(passes="default,clean") == DEFAULT
 
 
