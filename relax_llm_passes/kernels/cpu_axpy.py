@@ -1,8 +1,10 @@
 """Matrix-vector products by weights whose columns lie together: rows of the weight added up.
 
-(K, N) weights are walked in strips of columns: the sums of a strip stay in the first-level cache
-while the strip's part of every row of the weight streams by, several rows at a time so that a sum
-is loaded and stored once for all of them. Packed panels are narrower: their sums stay in registers.
+(K, N) weights are walked in wide strips of columns: the sums of a strip stay in the first-level
+cache while the strip's part of every row of the weight streams by, several rows at a time so that a
+sum is loaded and stored once for all of them. Long runs along each row matter most (twice the
+bandwidth at 4 KiB as at 1 KiB), so with few strips the cores share out the rows, not the columns,
+and their sums are added at the end. Packed panels are narrower: their sums stay in registers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, ceil_div, i64, let, load, local, splat, store
+from .cpu_build import T, ceil_div, i64, let, load, local, splat, store, workspace
 from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
@@ -22,26 +24,22 @@ __all__ = ["emit_axpy", "emit_axpy_panels"]
 # Columns of a strip at most: 8 KiB of fp32 sums.
 _STRIP = 2048
 # Rows of the weight added up at a time.
-_DEPTH = 4
-
-
-def _strip(n: int, tiles: CpuTiles) -> int:
-    """Return the strip's width: one strip a core, or more where that is too wide.
-
-    Long runs along each row of the weight are what the prefetchers like.
-    """
-    share = -(-n // tiles.cores)
-    strips = -(-share // _STRIP)
-    width = -(-share // strips)
-    step = 4 * tiles.lanes
-    return -(-width // step) * step
+_DEPTH = 8
+# Rows that a core gets at least, and cores that share one strip at most.
+_MIN_ROWS, _MAX_PARTS = 64, 16
 
 
 def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
     """Emit `out[n] = sum over k of lhs[k] * rhs[k, n]` for one row; `lhs` is fp32."""
     n, k, lanes = spec.n, spec.k, tiles.lanes
-    strip = _strip(n, tiles)
+    strip = min(_STRIP, -(-n // lanes) * lanes)
+    strips = -(-n // strip)
+    parts = max(1, min(-(-tiles.cores // strips), k // _MIN_ROWS, _MAX_PARTS))
+    share = -(-k // parts)
+    share = -(-share // _DEPTH) * _DEPTH
+    padded = strips * strip
     rhs = buffers["rhs"]
+    sums = workspace(parts * padded) if parts > 1 else None
 
     def add(acc: Any, xs: list[Any], row: Any, column: Any, at: Any, width: int) -> None:
         total = load(acc, at, width)
@@ -59,21 +57,34 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
             with T.serial(i64(0), width - whole * lanes) as v:
                 add(acc, xs, row, column, let(whole * lanes + v), 1)
 
-    with T.parallel(i64(0), i64(ceil_div(n, strip))) as part:
+    with T.parallel(i64(0), i64(strips * parts)) as task:
         acc = local(strip)
-        column = let(part * strip)
+        part = let(tirx.floordiv(task, i64(strips)))
+        column = let((task - part * strips) * strip)
+        first = let(part * share)
+        size = let(tirx.max(tirx.min(i64(share), i64(k) - first), i64(0)))
         width = let(tirx.min(i64(strip), i64(n) - column)) if n % strip else i64(strip)
         with T.serial(i64(0), i64(strip // lanes)) as v:
             store(acc, splat(0.0, lanes), v * lanes, lanes)
-        if k >= _DEPTH:
-            with T.serial(i64(0), i64(k // _DEPTH)) as ko:
-                rows(acc, let(ko * _DEPTH), _DEPTH, column, width)
+        blocks = let(tirx.floordiv(size, i64(_DEPTH)))
+        with T.serial(i64(0), blocks) as ko:
+            rows(acc, let(first + ko * _DEPTH), _DEPTH, column, width)
         if k % _DEPTH:
-            with T.serial(i64(0), i64(k % _DEPTH)) as ki:
-                rows(acc, let(ki + k // _DEPTH * _DEPTH), 1, column, width)
+            with T.serial(blocks * _DEPTH, size) as ki:
+                rows(acc, let(first + ki), 1, column, width)
         with T.serial(i64(0), ceil_div(width, lanes)) as v:
             value = let(load(acc, v * lanes, lanes))
-            emit_finish_tail(spec, buffers, value, i64(0), let(column + v * lanes), lanes)
+            at = let(column + v * lanes)
+            if sums is None:
+                emit_finish_tail(spec, buffers, value, i64(0), at, lanes)
+            else:
+                store(sums, value, part * padded + at, lanes)
+    if sums is not None:
+        with T.serial(i64(0), i64(-(-n // lanes))) as v:
+            total = load(sums, v * lanes, lanes)
+            for p in range(1, parts):
+                total = total + load(sums, v * lanes + p * padded, lanes)
+            emit_finish_tail(spec, buffers, let(total), i64(0), let(v * lanes), lanes)
 
 
 def emit_axpy_panels(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
