@@ -51,7 +51,7 @@ def measure(name: str) -> list[dict[str, Any]]:
         began = time.perf_counter()
         row: dict[str, Any] = {"graph": name, "pipeline": pipeline}
         try:
-            executable = tvm.compile(graph.module(), target, relax_pipeline=passes)
+            executable = tvm.compile(graph.mod, target, relax_pipeline=passes)
             explanation = explain_cuda(
                 executable, graph.inputs(), target, function=graph.function, checks=False
             )

@@ -6,6 +6,7 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn.llm import kv_cache
 
 from relax_llm_passes.cuda_on_cpu import run_module
 
@@ -133,23 +134,23 @@ def paged_attention(dtype):
     class Model(nn.Module):
         def create(self, max_batch_size: tvm.tirx.Var, max_total: tvm.tirx.Var,
                    prefill_chunk: tvm.tirx.Var, page_size: tvm.tirx.Var):  # fmt: skip
-            return nn.llm.kv_cache.TIRPagedKVCache(
+            return kv_cache.TIRPagedKVCache(
                 attn_kind="mha", max_batch_size=max_batch_size, max_total_seq_len=max_total,
                 prefill_chunk_size=prefill_chunk, page_size=page_size, support_sliding_window=0,
                 layer_partition=relax.ShapeExpr([0, 1]), num_hidden_layers=1,
                 num_attention_heads=heads, num_key_value_heads=kv_heads, qk_head_dim=dim,
                 v_head_dim=dim, mla_original_qk_head_dim=0, mla_original_v_head_dim=0,
-                rope_mode=nn.llm.kv_cache.RopeMode.NONE, rope_scale=1, rope_theta=10000,
+                rope_mode=kv_cache.RopeMode.NONE, rope_scale=1, rope_theta=10000,
                 rope_scaling={}, rope_ext_factors=relax.PrimValue(0), rotary_dim=dim,
                 enable_disaggregation=False, dtype=dtype, target=_target())  # fmt: skip
 
-        def attend(self, qkv: nn.Tensor, cache: nn.llm.kv_cache.PagedKVCache):
+        def attend(self, qkv: nn.Tensor, cache: kv_cache.PagedKVCache):
             return cache.attention_with_fused_qkv(0, qkv, heads, sm_scale=dim**-0.5), cache
 
     spec = {
         "create": {"max_batch_size": int, "max_total": int, "prefill_chunk": int, "page_size": int},
         "attend": {"qkv": nn.spec.Tensor([1, "n", heads + 2 * kv_heads, dim], dtype),
-                   "cache": nn.spec.Object(object_type=nn.llm.kv_cache.PagedKVCache)},
+                   "cache": nn.spec.Object(object_type=kv_cache.PagedKVCache)},
     }  # fmt: skip
     return Model().export_tvm(spec=spec)[0], heads, kv_heads, dim, past, page
 
