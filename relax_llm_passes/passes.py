@@ -11,6 +11,7 @@ MODULES = (
     "relax_llm_passes.fusion.wkv",
     "relax_llm_passes.fusion.group_norm_gate",
     "relax_llm_passes.fusion.rotary_attention",
+    "relax_llm_passes.fusion.split_rotary",
     "relax_llm_passes.fusion.partition_gemm",
     "relax_llm_passes.fusion.offload_cublas",
     "relax_llm_passes.fusion.pack_weights",
@@ -23,6 +24,7 @@ MODULES = (
     "relax_llm_passes.kernels.attention",
     "relax_llm_passes.kernels.cpu_implementation",
     "relax_llm_passes.kernels.group_norm",
+    "relax_llm_passes.kernels.rotary",
     "relax_llm_passes.kernels.wkv",
 )
 

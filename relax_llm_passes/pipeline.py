@@ -29,7 +29,13 @@ __all__ = ["Pipeline", "default_pipeline", "deferred_pipeline", "stages"]
 GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     "clean": ("ExpandAttention", "CanonicalizeBindings"),
     "raise": (),
-    "fuse": ("FuseWkv", "FuseGroupNormGate", "FuseRotaryAttention", "PartitionGemm"),
+    "fuse": (
+        "FuseWkv",
+        "FuseGroupNormGate",
+        "FuseRotaryAttention",
+        "FuseSplitRotary",
+        "PartitionGemm",
+    ),
     "lower": ("LowerComposites", "LegalizeNorms", "ReplaceWkvKernels", "SealKernels", "KeepEffects"),
 }
 

@@ -37,6 +37,7 @@ def separate_regions(
         for var in variables:
             members.setdefault(var, []).append(number)
     shared: dict[Any, list[int]] = {}
+    kept: set[Any] = set()  # shared bindings whose original still has a reader
     owner: dict[Any, int] = {}
     # Backwards: what a shared binding reads is read outside too, by the original that stays.
     for var in sorted(members, key=view.index, reverse=True):
@@ -51,8 +52,12 @@ def separate_regions(
         )
         if len(numbers) == 1 and not outside:
             owner[var] = numbers[0]
-        else:
-            shared[var] = numbers
+            continue
+        shared[var] = numbers
+        if view.is_output(var) or any(
+            view.resolve(u.var) not in members or view.resolve(u.var) in kept for u in readers
+        ):
+            kept.add(var)
     if not shared:
         return view.function
     clones: dict[int, Clone] = {}
@@ -67,7 +72,7 @@ def separate_regions(
             if mine is not None and var.same_as(resolved) and type(binding) is not MatchCast:
                 value = clones.setdefault(mine, Clone({}, {})).expr(binding.value)
                 bindings.append(VarBinding(var, value, binding.span))
-            else:
+            elif resolved not in shared or resolved in kept:
                 bindings.append(binding)
             for number in shared.get(resolved, []):
                 clone = clones.setdefault(number, Clone({}, {}))

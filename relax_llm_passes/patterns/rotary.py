@@ -261,7 +261,7 @@ def find_rotary(view: FunctionView) -> list[RotaryMatch | Refusal]:
         var = binding.var
         if op_name(binding.value) not in _MAKES or var in taken:
             continue
-        if _is_view_of_rotary(view, var):
+        if not _could_rotate(view, var) or _is_view_of_rotary(view, var):
             continue
         match = match_rotary(view, var)
         if match is not None:
@@ -269,6 +269,32 @@ def find_rotary(view: FunctionView) -> list[RotaryMatch | Refusal]:
             taken.update(_cone(view, var))
     found.reverse()
     return found
+
+
+def _could_rotate(view: FunctionView, expr: Any) -> bool:
+    """Tell cheaply whether reading a binding element by element can be worth it."""
+    expr = _source(view, expr)
+    call = view.call(expr, "relax.add", "relax.subtract", "relax.concat", "relax.stack")
+    if call is None:
+        return False
+    if op_name(call) in ("relax.add", "relax.subtract"):
+        return all(view.call(_source(view, a), "relax.multiply") is not None for a in call.args)
+    fields = view.fields(call.args[0]) or []
+    return any(
+        op_name(view.value(_source(view, f))) in ("relax.add", "relax.subtract")
+        and _could_rotate(view, f)
+        for f in fields
+    )
+
+
+def _source(view: FunctionView, expr: Any) -> Any:
+    """Look through layout changes and casts."""
+    expr = view.resolve(expr)
+    while True:
+        call = view.call(expr, "relax.astype", *LAYOUT)
+        if call is None:
+            return expr
+        expr = view.resolve(call.args[0])
 
 
 def _is_view_of_rotary(view: FunctionView, var: Any) -> bool:

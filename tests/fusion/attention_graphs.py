@@ -10,6 +10,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import op as R
 
+from tests.kernels.attention_reference import attention, rotate
+
 
 class Graph:
     """One layer: packed product -> split -> rotary -> append -> attention."""
@@ -148,6 +150,24 @@ class Graph:
         if self.past:
             found += [draw(self.B, self.K, past, self.D) for _ in range(2)]
         return found
+
+    def reference(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """Return what `main` computes, in float64 with numpy."""
+        rest = list(inputs)
+        x = rest.pop(0).astype("float64") + 0.25
+        heads = x.reshape(self.B, self.S, self.H + 2 * self.K, self.D).transpose(0, 2, 1, 3)
+        q, k, v = np.split(heads, [self.H, self.H + self.K], axis=1)
+        if self.rotary:
+            cos, sin = (rest.pop(0).astype("float64") for _ in range(2))
+            q, k = (rotate(a, cos, sin, self.rotary) for a in (q, k))
+        caches = []
+        if self.past:
+            k = np.concatenate([rest.pop(0).astype("float64"), k], axis=2)
+            v = np.concatenate([rest.pop(0).astype("float64"), v], axis=2)
+            caches = [k, v]
+        causal = None if self.options["mask"] == "none" else "bottom_right"
+        out = attention(q, k, v, causal=causal).transpose(0, 2, 1, 3)
+        return [out.reshape(self.B, self.S, self.H * self.D), *caches]
 
 
 def run(mod: tvm.IRModule, inputs: list[np.ndarray], target: Any) -> list[np.ndarray]:
