@@ -113,6 +113,10 @@ class Stage:
     update: Callable[[Values, Values], Values] | None = None
 
 
+def _variance_itself(variance: Any) -> Any:
+    return variance
+
+
 @dataclass
 class RowProgram:
     """All that decides a norm-like operator's result.
@@ -151,7 +155,7 @@ class RowProgram:
     contiguous: int = 1
     acc: str = "float32"
     moments: bool = False
-    finish_moments: Callable[[Any, Any], Any] | None = None
+    finish_moments: Callable[[Any], Any] = _variance_itself
 
     @property
     def outer(self) -> list[Axis]:

@@ -106,7 +106,8 @@ def _parse_nest(stmt: Any) -> _Block:
             iters.append(iv.var)
         else:
             raise Unreadable("an axis is neither spatial nor reduced")
-    stores, lets = [], {}
+    stores: list[Any] = []
+    lets: dict[Any, Any] = {}
     stmts = list(block.body) if isinstance(block.body, tirx.SeqStmt) else [block.body]
     for s in stmts:
         if isinstance(s, tirx.Bind):

@@ -125,7 +125,7 @@ class _Finder:
 
     def match(self, norm: relax.Var) -> _Match | Refusal:
         view = self.view
-        call = view.call(norm)
+        call: Any = view.call(norm)
         shapes = [view.shape(a) for a in call.args]
         where = (KIND, view.name, norm.name)
         if any(s is None for s in shapes):
@@ -278,16 +278,17 @@ class _Finder:
             return None
         if same_dims(_trim(a), _trim(b)):
             return "element"
-        call = view.call(found.norm)
+        call: Any = view.call(found.norm)
         shape = view.shape(call.args[0]) or ()
         channel = int(call.attrs.channel_axis) % len(shape)
         if channel != len(shape) - 1:
             return None
-        a = _trim(a)
-        if len(a) > len(b) or not a or not same_dims(a, b[len(b) - len(a) :]):
+        trimmed = _trim(a)
+        tail = list(b)[len(b) - len(trimmed) :]
+        if not trimmed or len(trimmed) > len(b) or not same_dims(trimmed, tail):
             return None
         count = 1
-        for d in a:
+        for d in trimmed:
             size = static(d)
             if size is None:
                 return None
@@ -349,7 +350,7 @@ class _Finder:
         if product is None or not self.private(root):
             return None
         members.append(root)
-        call = view.call(found.norm)
+        call: Any = view.call(found.norm)
         groups = int(call.attrs.num_groups)
         shape = view.shape(call.args[0]) or ()
         axes = list(call.attrs.axes or [])

@@ -186,7 +186,7 @@ class _Finder:
             product = self.operands(out, "relax.matmul")
             if product is None or not product[1].same_as(view.resolve(summed)):
                 return None
-            r = view.call(out).args[0]
+            r = view.value(out).args[0]
             update = self.operands(second, "relax.add") or []
             decayed = update[1] if update[0].same_as(kv.var) else update[0]
             factors = self.operands(decayed, "relax.multiply")
@@ -285,7 +285,7 @@ class _Finder:
                 out = reader
         if out is None:
             raise _Stop("nothing multiplies the new state by r")
-        r = view.call(out).args[1]
+        r = view.value(out).args[1]
         size = static(full[-1]) or 0
         if not same_dims(self.shape(r), [*full[:-2], size, 1]):
             raise _Stop(f"r has shape {self.shape(r)}, expected one column per head")
