@@ -256,7 +256,7 @@ extern "C" __global__ void k(float* a, float* b) {
     assert "warp" in kinds(run(half, "0x000000ff"))  # lanes 8-15 are not in the mask they pass
 
 
-def test_shuffle_from_a_lane_that_does_not_take_part():
+def test_shuffle_from_a_lane_that_does_not_take_part_is_poison():
     code = """
 extern "C" __global__ void k(float* a, float* b) {
   float x = a[threadIdx.x];
@@ -265,9 +265,11 @@ extern "C" __global__ void k(float* a, float* b) {
 }
 """
     ok = launch(code.replace("OFFSET", "1").replace("WIDTH", "16"), A, ZEROS)
-    assert ok.report == []
+    assert ok.report == [] and not np.isnan(ok.outputs[1]).any()
     r = launch(code.replace("OFFSET", "1").replace("WIDTH", "32"), A, ZEROS)
-    assert kinds(r) == {"warp"} and "does not take part" in r.report[0].text
+    # Undefined on the device; TVM's reductions do it and drop the value, so it is poison.
+    value = r.outputs[1].reshape(2, 32)
+    assert r.report == [] and np.isnan(value[:, 15]).all() and not np.isnan(value[:, :15]).any()
 
 
 def test_warp_synchronous_code_needs_lockstep():

@@ -1,0 +1,128 @@
+"""Pack what a bare GPU machine needs into one folder.
+
+    python benchmarks/gpu_bundle.py FOLDER [--arch sm_90] [--graph NAME ...]
+
+Makes FOLDER with TVM's runtime libraries (no compiler), graphs of the corpus compiled by TVM's default pipeline and
+by this package's with cubins inside, their inputs and expected outputs, and ``run_on_gpu.py``. On the GPU machine, with
+Python, numpy, apache-tvm-ffi's package from the folder and the CUDA runtime library:
+
+    python FOLDER/run_on_gpu.py            # writes FOLDER/results/gpu.json
+
+No GPU is needed to build it; nvcc is. The modules are compiled in processes of their own, as this one emulates CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from relax_llm_passes import corpus
+from relax_llm_passes.errors import UnsupportedError
+
+DEFAULT_GRAPHS = ("rwkv5_package_decode", "mpt_foundry_rope_decode")
+RUNNER = Path(__file__).with_name("run_on_gpu.py")
+
+
+def compile_one(name: str, pipeline: str, arch: str, output: Path, emulated: bool) -> None:
+    """Compile one graph into a library; with ``emulated`` its code is for the CPU stand-in."""
+    import tvm
+    from tvm import relax
+
+    import relax_llm_passes
+    from relax_llm_passes.cuda_on_cpu import cuda_target, install
+    from relax_llm_passes.cuda_on_cpu.nvcc import compile_cubin
+
+    install()  # registers the device, so that TVM compiles kernels at all
+    if not emulated:
+        import tvm_ffi
+
+        @tvm_ffi.register_global_func("tvm_callback_cuda_compile", override=True)
+        def to_cubin(code: str) -> bytes:
+            return compile_cubin(code, arch)[0]
+
+    target = cuda_target(arch)
+    graph = corpus.load(name)
+    passes = (
+        relax.get_default_pipeline(target)
+        if pipeline == "tvm"
+        else relax_llm_passes.default_pipeline(target)
+    )
+    tvm.compile(graph.mod, target, relax_pipeline=passes).export_library(str(output))
+
+
+def copy_runtime(folder: Path) -> None:
+    """TVM's Python package and runtime libraries without the compiler, and tvm_ffi."""
+    import tvm
+    import tvm_ffi
+
+    for package in (tvm, tvm_ffi):
+        source = Path(package.__file__).parent
+        shutil.copytree(
+            source,
+            folder / "python" / source.name,
+            ignore=shutil.ignore_patterns("libtvm_compiler*", "__pycache__", "*.h", "include", "src"),
+            dirs_exist_ok=True,
+        )
+
+
+def build(folder: Path, graphs: list[str], arch: str, emulated: bool = False) -> None:
+    """Write the bundle into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = []
+    for name in graphs:
+        graph = corpus.load(name)
+        inputs, golden = graph.inputs(), graph.golden()
+        for kind, arrays in (("in", inputs), ("out", golden)):
+            for i, a in enumerate(arrays):
+                # numpy stores bf16 as raw bytes: the runner views them by the manifest's dtype
+                np.save(folder / f"{name}.{kind}{i}.npy", np.asarray(a).view(np.uint16)
+                        if a.dtype.name == "bfloat16" else a)  # fmt: skip
+        for pipeline in ("tvm", "relax_llm"):
+            library = folder / f"{name}.{pipeline}.so"
+            command = [sys.executable, __file__, "--compile", name, pipeline, arch, str(library)]
+            done = subprocess.run(command + (["--emulated"] if emulated else []),
+                                  capture_output=True, text=True)  # fmt: skip
+            row = {"graph": name, "pipeline": pipeline, "library": library.name,
+                   "function": graph.function, "tolerance": graph.tolerance,
+                   "inputs": [a.dtype.name for a in inputs], "outputs": len(golden)}  # fmt: skip
+            if done.returncode:
+                row["error"] = done.stderr.strip().splitlines()[-1][:300]
+            manifest.append(row)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    copy_runtime(folder)
+    shutil.copy(RUNNER, folder / RUNNER.name)
+
+
+def main() -> None:
+    """Build a bundle, or (internal) compile one of its modules."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--arch", default="sm_90")
+    parser.add_argument("--graph", action="append")
+    parser.add_argument("--emulated", action="store_true", help="code for the CPU stand-in")
+    parser.add_argument("--compile", nargs=4, metavar=("GRAPH", "PIPELINE", "ARCH", "OUTPUT"))
+    a = parser.parse_args()
+    if a.compile:
+        name, pipeline, arch, output = a.compile
+        compile_one(name, pipeline, arch, Path(output), a.emulated)
+        return
+    if a.folder is None:
+        parser.error("name the folder to build")
+    from relax_llm_passes.cuda_on_cpu import nvcc_missing
+
+    if nvcc_missing() and not a.emulated:
+        raise UnsupportedError(f"a GPU bundle needs nvcc: {nvcc_missing()}")
+    build(a.folder, a.graph or list(DEFAULT_GRAPHS), a.arch, a.emulated)
+    size = sum(p.stat().st_size for p in a.folder.rglob("*") if p.is_file()) / 1e6
+    print(f"{a.folder}: {size:.0f} MB; run {os.path.join(a.folder, RUNNER.name)} on the GPU machine")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""nvcc's resources of kernels, and cubins made with no GPU in the machine."""
+
+import pytest
+import tvm
+from tests.cuda.test_kernels import module
+from tvm.relax.frontend import nn
+
+from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing
+from relax_llm_passes.cuda_on_cpu.nvcc import compile_cubin, cuda_sources
+
+pytestmark = pytest.mark.skipif(bool(nvcc_missing()), reason=nvcc_missing())
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+
+
+def test_resources_of_a_norm():
+    mod = module(
+        lambda x, w: nn.op.rms_norm(x, w, axes=-1), x=(("n", 512), "float16"), w=((512,), "float16")
+    )
+    rows = nvcc_check(mod, ARCHS)
+    assert {r.arch for r in rows} == set(ARCHS) and len({r.kernel for r in rows}) == 1
+    for row in rows:
+        assert not row.within(registers=64, spills=0, static_smem=4096, dynamic_smem=0)
+        assert row.within(registers=1).startswith(f"{row.kernel} on {row.arch}: registers")
+
+
+def test_spills_static_shared_memory_and_errors():
+    code = """
+extern "C" __global__ void __launch_bounds__(1024, 2) k(float* a, float* b) {
+  __shared__ float s[256];
+  float r[96];
+  #pragma unroll
+  for (int i = 0; i < 96; i++) r[i] = a[i * 1024 + threadIdx.x];
+  s[threadIdx.x & 255] = r[0];
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < 96; i++) b[i * 1024 + threadIdx.x] = r[95 - i] * r[i] + s[i];
+}
+"""
+    (row,) = nvcc_check(code, ("sm_90",))
+    assert row.static_smem == 1024 and row.registers <= 32 and row.spills > 0
+    with pytest.raises(ValueError, match="undefined"):
+        nvcc_check(code.replace("threadIdx.x & 255", "nonsense"), ("sm_90",))
+
+
+def test_cubin_of_a_compiled_module():
+    from relax_llm_passes.cuda_on_cpu import cuda_target
+
+    target = cuda_target("sm_80")
+    mod = module(lambda x: nn.op.relu(x), x=((4, 64), "float32"))
+    ex = tvm.compile(mod, target, relax_pipeline=tvm.relax.get_default_pipeline(target))
+    (source,) = cuda_sources(ex)
+    assert compile_cubin(source, "sm_80")[0][:4] == b"\x7fELF"
