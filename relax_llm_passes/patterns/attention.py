@@ -362,10 +362,6 @@ class _Finder:
         left, right = first.args[0], first.args[1]
         self.D = _static(reader.shape(left)[-1], "head dim", self.qk)
         reader.analyzer.bind(self.d, tvm.ir.Range(i64(0), i64(self.D)))
-        reader.stop = self._query_stop
-        self.q = reader.read(
-            left, [*self._operand_index(left, shape[:-2], rows[:-2]), rows[-2], self.d]
-        )
         reader.stop = self._plain_stop
         self.k = reader.read(
             right, [*self._operand_index(right, shape[:-2], rows[:-2]), self.d, self.t]
@@ -376,6 +372,12 @@ class _Finder:
         own = reader.shape(product)
         self.v = reader.read(
             values, [*self._operand_index(values, own[:-2], batch), self.t, self.e]
+        )
+        # What the keys or values are read from is not computed again for the queries.
+        inputs = {leaf for leaf in reader.leaves if is_var(leaf)}
+        reader.stop = lambda var: var in inputs or self._query_stop(var)
+        self.q = reader.read(
+            left, [*self._operand_index(left, shape[:-2], rows[:-2]), rows[-2], self.d]
         )
         if depends_on(self.q, self.t):
             raise _fail("the queries depend on the key position", left)

@@ -119,7 +119,11 @@ def _appended(view: FunctionView, var: Any) -> Any:
     """Return the new rows of `concat(past, new)`, or None."""
     call = view.call(var, "relax.concat")
     fields = view.fields(call.args[0]) if call is not None else None
-    return fields[1] if fields is not None and len(fields) == 2 else None
+    if fields is None or len(fields) != 2:
+        return None
+    past = origin(view, fields[0])
+    # The cache comes from outside; halves of a rotary are put together by concat as well.
+    return fields[1] if is_var(past) and view.index(past) < 0 else None
 
 
 def _value_appends(view: FunctionView, sources: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
