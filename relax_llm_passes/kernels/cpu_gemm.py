@@ -68,7 +68,9 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
     elif spec.layout == "KN":
         emit_axpy(spec, tiles, buffers, lhs)
     else:
-        emit_dot_rows(spec, tiles, buffers, lhs, 1, rows=1, columns=1, streams=tiles.streams)
+        columns = min(tiles.streams, tiles.lanes)
+        streams = tiles.streams // columns
+        emit_dot_rows(spec, tiles, buffers, lhs, 1, rows=1, columns=columns, streams=streams)
 
 
 def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:

@@ -1,8 +1,8 @@
 """Products with few rows by weights that lie as (N, K): dot products along the rows.
 
-A weight's rows are read once, in order, one contiguous stream a thread, which is all that a
-matrix-vector product costs. With several rows of the left operand each weight vector that was
-loaded is used for all rows of a tile; nothing is packed or transposed.
+A weight's rows are read once, a few neighbouring rows at a time, which is all that a matrix-vector
+product costs. With several rows of the left operand each weight vector that was loaded is used for
+all rows of a tile; nothing is packed or transposed.
 """
 
 from __future__ import annotations
