@@ -141,7 +141,7 @@ def paged_attention(dtype):
                 num_attention_heads=heads, num_key_value_heads=kv_heads, qk_head_dim=dim,
                 v_head_dim=dim, mla_original_qk_head_dim=0, mla_original_v_head_dim=0,
                 rope_mode=kv_cache.RopeMode.NONE, rope_scale=1, rope_theta=10000,
-                rope_scaling={}, rope_ext_factors=relax.PrimValue(0), rotary_dim=dim,
+                rope_scaling={}, rope_ext_factors=relax.prim_value(0), rotary_dim=dim,
                 enable_disaggregation=False, dtype=dtype, target=_target())  # fmt: skip
 
         def attend(self, qkv: nn.Tensor, cache: kv_cache.PagedKVCache):
