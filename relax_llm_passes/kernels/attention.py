@@ -63,11 +63,10 @@ def emit_plan(
     order = [next(i for i, w in enumerate(wanted) if w.same_as(r)) for r in results]
     types = _types_for_call(composite, args)
     by_plan = [types[order.index(i)] for i in range(len(wanted))]
-    extra = {}
     if match.plan.tir_vars:
         symbols = _symbols(composite, args)
-        extra["tir_vars"] = relax.ShapeExpr([symbols.get(v, v) for v in match.plan.tir_vars])
-    call = relax.call_tir(gvar, operands, by_plan if len(by_plan) > 1 else by_plan[0], **extra)
+        operands += [symbols.get(v, v) for v in match.plan.tir_vars]
+    call = relax.call_tir(gvar, operands, by_plan if len(by_plan) > 1 else by_plan[0])
     if order == list(range(len(wanted))):
         return call
     whole = bb.emit(call)

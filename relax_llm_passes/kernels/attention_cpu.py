@@ -185,12 +185,13 @@ def vector_tanh(expr: Any) -> Any:
 def _begin(plan: AttentionPlan, name: str) -> None:
     T.func_name(name)
     T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": 1, "global_symbol": name})
+    # Sizes that no shape gives stand between inputs and outputs, where call_tir puts them.
     for bufr in plan.inputs:
-        T.arg(bufr.name, bufr)
-    for bufr in plan.outputs:
         T.arg(bufr.name, bufr)
     for var in plan.tir_vars:
         T.arg(var.name, var)
+    for bufr in plan.outputs:
+        T.arg(bufr.name, bufr)
 
 
 def _cast(value: Any, dtype: str) -> Any:

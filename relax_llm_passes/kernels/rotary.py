@@ -30,10 +30,12 @@ _THREADS = 256
 def _begin(match: Any, name: str) -> None:
     T.func_name(name)
     T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": 1, "global_symbol": name})
-    for buffer in (*match.inputs, *(e.buffer for e in match.elements)):
+    for buffer in match.inputs:
         T.arg(buffer.name, buffer)
     for var in match.tir_vars:
         T.arg(var.name, var)
+    for element in match.elements:
+        T.arg(element.buffer.name, element.buffer)
 
 
 def _product(shape: Sequence[Any]) -> Any:
