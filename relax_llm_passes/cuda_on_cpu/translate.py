@@ -90,24 +90,30 @@ def kernel_names(code: str) -> list[str]:
     return [name for name, *_ in _kernels(code)]
 
 
-def _declared_names(declaration: str) -> list[str]:
-    """Variable names of ``T a[2][3], b`` (attributes, types and sizes removed)."""
-    text = re.sub(r"(?:alignas|__align__)\s*\([^)]*\)", " ", declaration)
+_ALIGNMENT = re.compile(r"(?:alignas|__align__)\s*\(([^)]*)\)")
+
+
+def _declared(declaration: str) -> tuple[str, str, list[tuple[str, str]]]:
+    """(alignment, type, [(name, sizes)]) of ``alignas(16) T a[2][3], b``."""
+    alignment = _ALIGNMENT.search(declaration)
     depth = 0
     parts = [""]
-    for c in text:
+    for c in _ALIGNMENT.sub(" ", declaration):
         depth += c in "[<(" or -(c in "]>)")
         if c == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += c
-    names = []
-    for part in parts:
-        m = re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)*$", part)
-        if m is None:
+    element = ""
+    variables = []
+    for i, part in enumerate(parts):
+        m = re.search(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)$", part)
+        if m is None or (i == 0 and not part[: m.start()].strip()):
             raise UnsupportedError(f"cannot read the declaration '__shared__ {declaration};'")
-        names.append(m.group(1))
-    return names
+        if i == 0:
+            element = part[: m.start()].strip()
+        variables.append((m.group(1), m.group(2).strip()))
+    return (alignment.group(1) if alignment else "1"), element, variables
 
 
 def _shared_variables(kernel: str, body: str) -> str:
@@ -120,13 +126,19 @@ def _shared_variables(kernel: str, body: str) -> str:
     def replace(m: re.Match[str]) -> str:
         nonlocal zones
         zones += 1
-        register = " ".join(
-            f"EMU_SHARED_OBJECT({kernel}, {name})" for name in _declared_names(m.group(1))
-        )
-        return (
-            f"EMU_SHARED({kernel}) {m.group(1)}; {register} "
-            f"EMU_SHARED({kernel}) char emu_red_zone_{zones}[64];"
-        )
+        alignment, element, variables = _declared(m.group(1))
+        # Bytes seen as the type: C++ would run constructors, which CUDA does not.
+        out = []
+        for name, sizes in variables:
+            out.append(
+                f"typedef {element} emu_type_{name} {sizes}; "
+                f"EMU_SHARED({kernel}) __attribute__((aligned({alignment}), "
+                f"aligned(alignof(emu_type_{name})))) "
+                f"char emu_bytes_{name}[sizeof(emu_type_{name})]; "
+                f"emu_type_{name}& {name} = *(emu_type_{name}*)emu_bytes_{name}; "
+                f"EMU_SHARED_OBJECT({kernel}, {name})"
+            )
+        return f"{' '.join(out)} EMU_SHARED({kernel}) char emu_red_zone_{zones}[64];"
 
     body = _STATIC.sub(replace, body)
     if "__shared__" in body:
