@@ -2,9 +2,9 @@
 
     python benchmarks/cuda_counters.py [GRAPH ...] [--json FILE]
 
-Every graph of the corpus that is named (default: one RWKV-5 and one MPT decode step) is compiled with
-TVM's default pipeline and with this package's, executed on the CPU, compared with its golden outputs, and
-counted: launches, barriers, bytes touched over the bytes of inputs and outputs.
+Every graph of the corpus that is named (default: one RWKV-5 and one MPT decode step) is compiled
+with TVM's default pipeline and with this package's, executed on the CPU, compared with its golden
+outputs, and counted: launches, barriers, bytes touched over the bytes of inputs and outputs.
 """
 
 from __future__ import annotations

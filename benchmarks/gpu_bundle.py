@@ -2,13 +2,13 @@
 
     python benchmarks/gpu_bundle.py FOLDER [--arch sm_90] [--graph NAME ...]
 
-Makes FOLDER with TVM's runtime libraries (no compiler), graphs of the corpus compiled by TVM's default pipeline and
-by this package's with cubins inside, their inputs and expected outputs, and ``run_on_gpu.py``. On the GPU machine, with
-Python, numpy, apache-tvm-ffi's package from the folder and the CUDA runtime library:
+Makes FOLDER with TVM's runtime libraries (no compiler), graphs of the corpus compiled by TVM's
+default pipeline and by this package's with cubins inside, their inputs and expected outputs, and
+``run_on_gpu.py``. On the GPU machine, with Python, numpy and the CUDA runtime library:
 
     python FOLDER/run_on_gpu.py            # writes FOLDER/results/gpu.json
 
-No GPU is needed to build it; nvcc is. The modules are compiled in processes of their own, as this one emulates CUDA.
+No GPU is needed to build it; nvcc is. Each module is compiled in a process of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def copy_runtime(folder: Path) -> None:
         shutil.copytree(
             source,
             folder / "python" / source.name,
-            ignore=shutil.ignore_patterns("libtvm_compiler*", "__pycache__", "*.h", "include", "src"),
+            ignore=shutil.ignore_patterns("libtvm_compiler*", "__pycache__", "*.h", "src"),
             dirs_exist_ok=True,
         )
 
@@ -121,7 +121,8 @@ def main() -> None:
         raise UnsupportedError(f"a GPU bundle needs nvcc: {nvcc_missing()}")
     build(a.folder, a.graph or list(DEFAULT_GRAPHS), a.arch, a.emulated)
     size = sum(p.stat().st_size for p in a.folder.rglob("*") if p.is_file()) / 1e6
-    print(f"{a.folder}: {size:.0f} MB; run {os.path.join(a.folder, RUNNER.name)} on the GPU machine")
+    runner = os.path.join(a.folder, RUNNER.name)
+    print(f"{a.folder}: {size:.0f} MB; run {runner} on the GPU machine")
 
 
 if __name__ == "__main__":

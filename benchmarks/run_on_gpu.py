@@ -2,7 +2,8 @@
 
     python run_on_gpu.py [--repeat 50]
 
-Every module is checked against its expected outputs before it is timed. Needs numpy and the CUDA driver.
+Every module is checked against its expected outputs before it is timed. Needs numpy and the CUDA
+driver.
 """
 
 import argparse
@@ -64,7 +65,11 @@ def run(tvm, row, repeat):
     function = vm[row["function"]]
     got = flatten(function(*inputs))
     want = [np.load(HERE / f"{row['graph']}.out{i}.npy") for i in range(row["outputs"])]
-    worst = max(error(g, w) for g, w in zip(got, want)) if len(got) == len(want) else float("inf")
+    worst = (
+        max(error(g, w) for g, w in zip(got, want, strict=True))
+        if len(got) == len(want)
+        else float("inf")
+    )
     result = {"graph": row["graph"], "pipeline": row["pipeline"], "error": worst,
               "equal": worst <= row["tolerance"]}  # fmt: skip
     if result["equal"]:

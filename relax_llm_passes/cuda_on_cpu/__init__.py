@@ -1,7 +1,7 @@
 """Execute, check and measure CUDA code on a machine without a GPU.
 
-The CUDA C++ that TVM generates is compiled by g++ and its threads run as fibers, behind stand-ins for
-libcuda and libcudart, so ``tvm.compile``, the VM and ``tvm.cuda(0)`` work unchanged:
+The CUDA C++ that TVM generates is compiled by g++ and its threads run as fibers, behind stand-ins
+for libcuda and libcudart, so ``tvm.compile``, the VM and ``tvm.cuda(0)`` work unchanged:
 
 >>> from relax_llm_passes.cuda_on_cpu import run_module, nvcc_check
 >>> outputs, report, stats = run_module(mod, [x, weight])

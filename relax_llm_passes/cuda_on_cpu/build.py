@@ -26,8 +26,8 @@ _COMMON = ["-std=gnu++17", "-fPIC", "-w", "-fno-strict-aliasing"]
 # Kernels. -ffp-contract=fast as nvcc (-fmad=true): a * b + c is one operation where the CPU has it.
 _KERNEL = [*_COMMON, "-O1", "-march=native", "-ffp-contract=fast", "-fno-threadsafe-statics", "-g1",
            "-fno-toplevel-reorder"]  # fmt: skip
-# The instrumented build. Without the two passes that split the copy of a vector into its fields, each
-# access is counted and checked with the width that the device would use.
+# The instrumented build. Without the two passes that split the copy of a vector into its fields,
+# each access is counted and checked with the width that the device would use.
 _CHECKED = ["-fsanitize=thread", "--param=tsan-distinguish-volatile=1",
             "--param=tsan-instrument-func-entry-exit=0", "-fno-tree-sra", "-fno-tree-fre"]  # fmt: skip
 
@@ -126,7 +126,9 @@ def build_kernels(code: str, checked: bool, arch: int = 900) -> Path:
     # One precompiled header serves every architecture, so the macro goes into the source.
     flags = [*_KERNEL, *(_CHECKED if checked else [])]
     key = hashlib.sha256(
-        "\0".join([code, str(arch), *flags, _machine(), _sources("device"), _python_sources()]).encode()
+        "\0".join(
+            [code, str(arch), *flags, _machine(), _sources("device"), _python_sources()]
+        ).encode()
     ).hexdigest()[:24]
     library = cache_dir() / f"{key}.so"
     if library.exists():
@@ -163,8 +165,14 @@ def build_runtime(cudart_soname: str) -> tuple[Path, Path]:
         The two libraries, to be loaded in this order.
     """
     key = hashlib.sha256(
-        "\0".join([cudart_soname, _machine(), _sources("runtime"),
-                   (_HERE / "device" / "emu_abi.h").read_text()]).encode()
+        "\0".join(
+            [
+                cudart_soname,
+                _machine(),
+                _sources("runtime"),
+                (_HERE / "device" / "emu_abi.h").read_text(),
+            ]
+        ).encode()
     ).hexdigest()[:24]
     folder = cache_dir() / f"runtime-{key}"
     driver, cudart = folder / "libcuda.so.1", folder / cudart_soname

@@ -125,7 +125,10 @@ def _line_of(library: str, offset: int) -> tuple[int, str]:
     try:
         # The address is the one after the call of the hook.
         out = subprocess.run(
-            ["addr2line", "-e", library, hex(offset - 1)], capture_output=True, text=True, check=True
+            ["addr2line", "-e", library, hex(offset - 1)],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     except (OSError, subprocess.CalledProcessError):
         return 0, ""

@@ -195,8 +195,15 @@ def _parse(log: str, arch: str, dynamic: dict[str, int]) -> list[KernelResources
         if m and name:
             smem = _SHARED.search(line)
             rows.append(
-                KernelResources(name, arch, int(m.group(1)), spills, stack,
-                                int(smem.group(1)) if smem else 0, dynamic.get(name, -1))  # fmt: skip
+                KernelResources(
+                    name,
+                    arch,
+                    int(m.group(1)),
+                    spills,
+                    stack,
+                    int(smem.group(1)) if smem else 0,
+                    dynamic.get(name, -1),
+                )  # fmt: skip
             )
             name = ""
     return rows

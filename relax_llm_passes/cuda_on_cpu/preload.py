@@ -29,7 +29,9 @@ def _mapped(name: str) -> bool:
 def _runtime_library() -> Path:
     import tvm.base
 
-    return Path(tvm.base._LOADED_LIBS["tvm_runtime"]._name).resolve().parent / "libtvm_runtime_cuda.so"
+    return (
+        Path(tvm.base._LOADED_LIBS["tvm_runtime"]._name).resolve().parent / "libtvm_runtime_cuda.so"
+    )
 
 
 def driver() -> ctypes.CDLL:

@@ -245,6 +245,7 @@ extern "C" __global__ void k(float* a, float* b) {
   b[threadIdx.x] = x;
 }
 """
+
     def run(condition, mask):
         return launch(code.replace("CONDITION", condition).replace("MASK", mask), A, ZEROS)
 

@@ -124,7 +124,7 @@ extern "C" __global__ void k({half}* a, {half}* b, {half}* c, float* f) {{
   c[32 + i] = a[i] * b[i];
   c[64 + i] = a[i] / b[i];
   c[96 + i] = hexp(a[i]) - {half}(0.5f);
-  {two} x = __halves2{'half2' if half == 'half' else 'bfloat162'}(a[i], b[i]);
+  {two} x = __halves2{"half2" if half == "half" else "bfloat162"}(a[i], b[i]);
   x = __hfma2(x, x, x);
   c[128 + i] = x.x; c[160 + i] = x.y;
   c[192 + i] = __hmax(a[i], -b[i]);
@@ -227,7 +227,10 @@ def test_mma(shape, in_type, d_type, dtype):
         A, B = (rng.standard_normal(s).astype(dtype) for s in ((16, k), (k, 8)))
         C = rng.standard_normal((16, 8)).astype("float32" if d_type == "f32" else "float16")
     col = [t * e + i for i in range(e)]
-    a = [np.stack([A[g + 8 * (r % 2), c + r // 2 * 4 * e] for c in col], 1) for r in range(k // (2 * e))]
+    a = [
+        np.stack([A[g + 8 * (r % 2), c + r // 2 * 4 * e] for c in col], 1)
+        for r in range(k // (2 * e))
+    ]
     b = [np.stack([B[c + r * 4 * e, g] for c in col], 1) for r in range(k // (4 * e))]
     pairs = [(g + 8 * (i // 2), 2 * t + i % 2) for i in range(4)]
     c = np.stack([C[p] for p in pairs], 0)

@@ -1,4 +1,4 @@
-"""TVM's own CUDA kernels, executed on the CPU: equal to float64 in five thread orders, checks silent."""
+"""TVM's own CUDA kernels on the CPU: equal to float64 in five thread orders, checks silent."""
 
 import ml_dtypes
 import numpy as np
@@ -73,7 +73,9 @@ def test_layer_norm(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(dtype):
     x, w = array((3, 260), dtype), array(260, dtype)
-    mod = module(lambda x, w: nn.op.rms_norm(x, w, axes=-1), x=(("n", 260), dtype), w=((260,), dtype))
+    mod = module(
+        lambda x, w: nn.op.rms_norm(x, w, axes=-1), x=(("n", 260), dtype), w=((260,), dtype)
+    )
     X = x.astype("f8")
     want = X / np.sqrt((X**2).mean(-1, keepdims=True) + 1e-5) * w.astype("f8")
     close(run(mod, x, w).outputs[0], want, dtype, 8)
@@ -96,7 +98,9 @@ def test_gemv(dtype):
     options = {"lockstep": True, "races": False} if dtype == "bfloat16" else {}
     x, w = array((1, 256), dtype), array((96, 256), dtype)
     mod = module(
-        lambda x, w: nn.op.matmul(x, nn.op.permute_dims(w)), x=((1, 256), dtype), w=((96, 256), dtype)
+        lambda x, w: nn.op.matmul(x, nn.op.permute_dims(w)),
+        x=((1, 256), dtype),
+        w=((96, 256), dtype),
     )
     mod = relax.transform.FuseTransposeMatmul()(mod)
     # products and partial sums are rounded to the type before they are added: sqrt(256) roundings

@@ -2,11 +2,11 @@
 
 import pytest
 import tvm
-from tests.cuda.test_kernels import module
 from tvm.relax.frontend import nn
 
 from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing
 from relax_llm_passes.cuda_on_cpu.nvcc import compile_cubin, cuda_sources
+from tests.cuda.test_kernels import module
 
 pytestmark = pytest.mark.skipif(bool(nvcc_missing()), reason=nvcc_missing())
 
