@@ -28,7 +28,10 @@ def load_runtime():
     import tvm
 
     for library in (HERE / "python").rglob("libtvm_runtime_cuda.so"):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        try:
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        except OSError as e:
+            sys.exit(f"TVM's CUDA runtime does not load, so there is no usable GPU here: {e}")
     return tvm
 
 

@@ -2,8 +2,9 @@
 
 dlight's tensor-core rule imports ``tvm.s_tir.tensor_intrin.cuda`` when it first meets an fp16
 matmul. Each of the 100 functions parsed there asks ``inspect.stack()`` for every frame with its
-source and module, and for the frames of the import machinery Python searches all loaded modules each
-time: two minutes in a process that has torch loaded. Frames without the module answer everything that the parser asks.
+source and module, and for the frames of the import machinery Python searches all loaded modules
+each time: two minutes in a process that has torch loaded. Frames without the module answer
+everything that the parser asks.
 """
 
 from __future__ import annotations

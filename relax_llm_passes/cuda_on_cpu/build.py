@@ -29,7 +29,8 @@ _KERNEL = [*_COMMON, "-O1", "-march=native", "-ffp-contract=fast", "-fno-threads
 # The instrumented build. Without the two passes that split the copy of a vector into its fields,
 # each access is counted and checked with the width that the device would use.
 _CHECKED = ["-fsanitize=thread", "--param=tsan-distinguish-volatile=1",
-            "--param=tsan-instrument-func-entry-exit=0", "-fno-tree-sra", "-fno-tree-fre"]  # fmt: skip
+            "--param=tsan-instrument-func-entry-exit=0", "-fno-tree-sra",
+            "-fno-tree-fre"]  # fmt: skip
 
 
 def cache_dir() -> Path:

@@ -83,7 +83,8 @@ class CudaExplanation:
         lines = [
             launch_table(self.result.stats),
             f"{t['launches']} launches, {t['barriers']} barriers, "
-            f"{_size(t['global_read_unique'])} read and {_size(t['global_written_unique'])} written: "
+            f"{_size(t['global_read_unique'])} read and "
+            f"{_size(t['global_written_unique'])} written: "
             f"{t['bytes_over_minimum']:.2f} times the inputs and outputs "
             f"({_size(t['least_bytes'])})",
         ]

@@ -65,7 +65,8 @@ class KernelResources:
         """Which of these limits the kernel breaks, as text; empty when none."""
         broken = []
         for name, limit in (("registers", registers), ("spills", spills),
-                            ("static_smem", static_smem), ("dynamic_smem", dynamic_smem)):  # fmt: skip
+                            ("static_smem", static_smem),
+                            ("dynamic_smem", dynamic_smem)):  # fmt: skip
             if getattr(self, name) > limit:
                 broken.append(f"{name} {getattr(self, name)} > {limit}")
         return f"{self.kernel} on {self.arch}: {', '.join(broken)}" if broken else ""
@@ -203,7 +204,7 @@ def _parse(log: str, arch: str, dynamic: dict[str, int]) -> list[KernelResources
                     stack,
                     int(smem.group(1)) if smem else 0,
                     dynamic.get(name, -1),
-                )  # fmt: skip
+                )
             )
             name = ""
     return rows

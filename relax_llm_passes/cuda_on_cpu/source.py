@@ -96,8 +96,8 @@ def run_cuda_source(
         else:
             values.append(ctypes.create_string_buffer(np.asarray(a).tobytes()))
     pointers = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(v) for v in values])
-    launch = _LaunchConfig((ctypes.c_uint * 3)(*_triple(grid)), (ctypes.c_uint * 3)(*_triple(block)),
-                           dynamic_shared, None, None, 0)  # fmt: skip
+    shape = [(ctypes.c_uint * 3)(*_triple(x)) for x in (grid, block)]
+    launch = _LaunchConfig(*shape, dynamic_shared, None, None, 0)
     status = lib.cuLaunchKernelEx(ctypes.byref(launch), function, pointers, None)
     outputs = []
     for p, a in buffers:

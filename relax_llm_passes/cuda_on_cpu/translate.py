@@ -197,7 +197,8 @@ def translate(code: str, arch: int = 900) -> str:
     definitions = "\n".join(f"EMU_KERNEL({name})" for name, *_ in kernels)
     rows = " ".join(f"EMU_KERNEL_ROW({name}, {bounds})" for name, _, _, bounds in kernels)
     return (
-        f'#include "emu.h"\n#define __CUDA_ARCH__ {arch}\n{ptx}#line 1 "kernel.cu"\n{text}\n#line 1 "emu_kernels"\n{definitions}\n'
+        f'#include "emu.h"\n#define __CUDA_ARCH__ {arch}\n{ptx}#line 1 "kernel.cu"\n{text}\n'
+        f'#line 1 "emu_kernels"\n{definitions}\n'
         f'extern "C" const EmuKernel emu_kernels[] = {{ {rows} '
         "{nullptr, nullptr, nullptr, nullptr, 0} };\n"
     )

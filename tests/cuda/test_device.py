@@ -151,7 +151,9 @@ extern "C" __global__ void k({half}* a, {half}* b, {half}* c, float* f) {{
 def test_bf16_rounds_to_nearest_even():
     code = """
 #include <cuda_bf16.h>
-extern "C" __global__ void k(float* a, nv_bfloat16* b) { b[threadIdx.x] = __float2bfloat16(a[threadIdx.x]); }
+extern "C" __global__ void k(float* a, nv_bfloat16* b) {
+  b[threadIdx.x] = __float2bfloat16(a[threadIdx.x]);
+}
 """
     bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x80000001, 0x3F807FFF] * 6,
                     "uint32")[:32]  # fmt: skip
@@ -255,7 +257,8 @@ def test_ldmatrix(transposed):
     code = f"""
 __forceinline__ __device__ unsigned int cast_smem_ptr_to_int(const void* const smem_ptr) {{
   unsigned int smem_int;
-  asm volatile ("{{ .reg .u64 smem_int; cvta.to.shared.u64 smem_int, %1; cvt.u32.u64 %0, smem_int; }}"
+  asm volatile ("{{ .reg .u64 smem_int; cvta.to.shared.u64 smem_int, %1; "
+    "cvt.u32.u64 %0, smem_int; }}"
     : "=r"(smem_int) : "l"(smem_ptr));
   return smem_int;
 }}
@@ -339,7 +342,8 @@ extern "C" __global__ void k(int* a, int* b) {
 
 @pytest.mark.parametrize("body, named", [
     ('asm volatile("wgmma.fence.sync.aligned;");', "wgmma.fence.sync.aligned"),
-    ('asm volatile("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%0}, {%0}, {%0}, {%0};" :: "r"(1));',
+    ('asm volatile("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 '
+     '{%0}, {%0}, {%0}, {%0};" :: "r"(1));',
      "m8n8k4"),
     ('asm volatile("bar.sync 1, 64;");', "bar.sync 1"),
     ("__nv_fp8_e4m3 x;", "fp8"),
