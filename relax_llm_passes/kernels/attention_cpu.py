@@ -7,6 +7,7 @@ LLVM does not reassociate sums, so vectors of partial sums are written out.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,10 @@ def _begin(plan: AttentionPlan, name: str) -> None:
         T.arg(bufr.name, bufr)
 
 
+def _element(buffer: Any, index: Any) -> Any:
+    return buffer[index]
+
+
 def _cast(value: Any, dtype: str) -> Any:
     return value if dtype_of(value) == dtype else tirx.Cast(dtype, value)
 
@@ -329,7 +334,7 @@ def _decode_rows(
                 new_rows()
     for r, (member, s) in enumerate(rows):
         if part is None:
-            _finish_row(kernel, member, i64(s), lambda e, r=r: sums[r][e], total[r])
+            _finish_row(kernel, member, i64(s), functools.partial(_element, sums[r]), total[r])
         else:
             T.buffer_store(state, top[r], [index, i64(r), i64(0)])
             T.buffer_store(state, total[r], [index, i64(r), i64(1)])
@@ -613,7 +618,7 @@ def _combine(
                 e = o * i64(kernel.we) + lane
                 value = sums[e] + weight[p] * partial[base + p, i64(r), e]
                 T.buffer_store(sums, value, [e])
-        _finish_row(kernel, member, i64(s), lambda e, sums=sums: sums[e], total[0])
+        _finish_row(kernel, member, i64(s), functools.partial(_element, sums), total[0])
 
 
 def attention_prefill_cpu(

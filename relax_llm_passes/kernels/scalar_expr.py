@@ -170,7 +170,13 @@ def depends_on(expr: Any, *variables: Any) -> bool:
 def buffer_loads(expr: Any) -> list[Any]:
     """Return the buffer loads in `expr`, outermost first, each once."""
     found: list[Any] = []
-    any_node(expr, lambda n: bool(isinstance(n, TensorLoad) and found.append(n)))
+
+    def note(node: Any) -> bool:
+        if isinstance(node, TensorLoad):
+            found.append(node)
+        return False
+
+    any_node(expr, note)
     return found
 
 

@@ -118,7 +118,7 @@ def _fail(reason: str, expr: Any = None) -> Unreadable:
 
 class _Finder:
     def __init__(self, view: FunctionView, append: bool) -> None:
-        self.view = view
+        self.view: Any = view
         self.append = append
         self.reader = ElementReader(view)
         self.region: dict[Any, None] = {}
@@ -261,7 +261,7 @@ class _Finder:
         ):
             raise _fail("a condition on the softmax that is not elementwise in its scores", softmax)
 
-        def flag_for(score: float) -> int:
+        def flag_for(score: float) -> float:
             def put(node: Any) -> Any:
                 if isinstance(node, tirx.Cast) and isinstance(node.value, TensorLoad):
                     return tirx.FloatImm("float32", score)
@@ -272,11 +272,15 @@ class _Finder:
             return _evaluate(rewrite(flag, put))
 
         low, high = flag_for(-math.inf), flag_for(0.0)
-        combine = {"relax.max": max, "relax.min": min, "relax.sum": lambda a, b: a + b}
+        combine: dict[str, Any] = {
+            "relax.max": max,
+            "relax.min": min,
+            "relax.sum": lambda a, b: a + b,
+        }
         both = combine[op_name(call)](low, high)
         none_left = low * (3 if op_name(call) == "relax.sum" else 1)
 
-        def guard_for(value: int) -> bool:
+        def guard_for(value: float) -> bool:
             def put(node: Any) -> Any:
                 if isinstance(node, TensorLoad):
                     return _number_like(value, dtype_of(node))
@@ -616,7 +620,13 @@ def bound_nonnegative(analyzer: Any, var: Any) -> None:
 
 def _size_vars(dim: Any) -> list[Any]:
     found: list[Any] = []
-    any_node(dim, lambda n: bool(isinstance(n, tirx.Var) and found.append(n)))
+
+    def note(node: Any) -> bool:
+        if isinstance(node, tirx.Var):
+            found.append(node)
+        return False
+
+    any_node(dim, note)
     return found
 
 

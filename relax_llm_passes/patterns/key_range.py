@@ -127,9 +127,9 @@ def _as_mask(expr: Any) -> float | None:
         return None if yes is None or no is None else max(yes, no)
     if isinstance(expr, tirx.Add):
         for side in (expr.a, expr.b):
-            value = _as_mask(side)
-            if value is not None and value < -1e30:
-                return value
+            part = _as_mask(side)
+            if part is not None and part < -1e30:
+                return part
     return None
 
 

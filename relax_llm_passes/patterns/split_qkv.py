@@ -93,7 +93,7 @@ def _product_input(view: FunctionView, source: Any) -> Any:
     """Return what the product behind `source` reads; `source` itself when there is none."""
     var = view.resolve(source)
     if is_var(var) and is_biased_product(view, var):
-        sides = [origin(view, a) for a in view.call(var).args]
+        sides = [origin(view, a) for a in view.value(var).args]
         var = next(a for a in sides if view.call(a, "relax.matmul") is not None)
     call = view.call(var, "relax.matmul")
     return var if call is None else origin(view, call.args[0])
