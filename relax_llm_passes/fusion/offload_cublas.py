@@ -1,7 +1,7 @@
 """OffloadCublas: products go to cuBLASLt, where it can compute them.
 
-Marks "gemm" composites and attaches the executor; `LowerComposites` then emits the calls. Switched on
-by naming the library before the target ("cublas, cuda -arch=sm_90"), or by adding the pass.
+Marks "gemm" composites and attaches the executor; `LowerComposites` then emits the calls. Used
+when the library is named before the target ("cublas, cuda -arch=sm_90") or the pass is added.
 
 Where it is no gain: single rows (`min_rows`), which a GEMV kernel reads at full bandwidth.
 """
