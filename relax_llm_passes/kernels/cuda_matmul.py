@@ -283,9 +283,7 @@ def _emit(spec: MmaSpec, tile: Tile, flat: Mapping[str, Any], size: Callable[[An
         a_regs = T.alloc_buffer((mt * 8,), spec.dtype, scope="local")
         b_regs = T.alloc_buffer((nt * 4,), spec.dtype, scope="local")
         load_a = _Loader(flat["lhs"], shared_a, tile.m, True, spec, tile.threads)
-        load_b = _Loader(
-            flat["rhs"], shared_b, tile.n, spec.rhs_layout == "NK", spec, tile.threads
-        )
+        load_b = _Loader(flat["rhs"], shared_b, tile.n, spec.rhs_layout == "NK", spec, tile.threads)
         lane = T.bind(tirx.floormod(tx, _i32(32)))
         warp = T.bind(tirx.floordiv(tx, _i32(32)))
         g, t = T.bind(tirx.floordiv(lane, _i32(4))), T.bind(tirx.floormod(lane, _i32(4)))
@@ -349,9 +347,7 @@ def _emit(spec: MmaSpec, tile: Tile, flat: Mapping[str, Any], size: Callable[[An
             for j in range(nt):
                 for r in range(4):
                     row = row0 + tirx.Cast("int64", warp_row + g + _i32(i * 16 + 8 * (r // 2)))
-                    col = col0 + tirx.Cast(
-                        "int64", warp_col + t * _i32(2) + _i32(j * 8 + r % 2)
-                    )
+                    col = col0 + tirx.Cast("int64", warp_col + t * _i32(2) + _i32(j * 8 + r % 2))
                     with T.If(tirx.all(row < m, col < n64)), T.Then():
                         at = T.bind(out_base + row * spec.n + col)
                         value = _vector(sums, _i32((i * nt + j) * 4 + r), 1)
