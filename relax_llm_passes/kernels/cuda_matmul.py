@@ -1,15 +1,16 @@
 """fp16 and bf16 products on CUDA tensor cores, with epilogues, on the stock wheel.
 
 TVM schedules bf16 products as scalar code, and its fp16 rule crashes the process with some versions
-of tvm-ffi. This kernel is written out, not scheduled: `mma.sync.m16n8k16` (sm_80 and newer) with fp32
-sums, for static N and K and any number of rows.
+of tvm-ffi. This kernel is written out, not scheduled: `mma.sync.m16n8k16` (sm_80 and newer) with
+fp32 sums, for static N and K and any number of rows.
 
     grid (N tiles, M tiles, batch); a block of warps computes a tile of the result
     for each 32 of K:  global -> registers (next tile) | shared -> fragments -> mma
 
-Fragments follow the PTX ISA, "Matrix Fragments for mma.m16n8k16": with g = lane / 4 and t = lane % 4,
-a thread holds A[g, 2t..], A[g+8, 2t..], A[g, 2t+8..], A[g+8, 2t+8..], B[2t.., g], B[2t+8.., g] and
-C[g, 2t..], C[g+8, 2t..]. Rows in shared memory are 40 elements apart, so that the 32 words that a
+Fragments follow the PTX ISA, "Matrix Fragments for mma.m16n8k16": with g = lane / 4 and
+t = lane % 4, a thread holds A[g, 2t..], A[g+8, 2t..], A[g, 2t+8..], A[g+8, 2t+8..],
+B[2t.., g], B[2t+8.., g] and C[g, 2t..], C[g+8, 2t..]. Rows in shared
+memory are 40 elements apart, so that the 32 words that a
 warp reads are in 32 banks.
 """
 
