@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import warnings
 
 __all__ = ["check_import", "ffi_problem", "thread_count"]
