@@ -20,7 +20,7 @@ import relax_llm_passes
 from relax_llm_passes import corpus
 from relax_llm_passes.sampling import to_numpy
 
-DEFAULT = ("rwkv5_decode", "mpt_hf_decode")
+DEFAULT = ("rwkv5_package_decode", "mpt_hf_decode")
 
 
 def _machine(mod: tvm.IRModule, target: tvm.target.Target, pipeline: object) -> tuple:
@@ -49,7 +49,7 @@ def demo(name: str) -> bool:
     theirs, theirs_s = _machine(
         graph.mod, sequence.target, relax.get_default_pipeline(sequence.target)
     )
-    arguments = [tvm.runtime.tensor(np.ascontiguousarray(a)) for a in graph.inputs()]
+    arguments = [tvm.runtime.tensor(np.array(a, order="C")) for a in graph.inputs()]
     result = graph.compare(to_numpy(ours[graph.function](*arguments)))
     print(sequence.report.to_text())
     print(

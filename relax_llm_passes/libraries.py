@@ -104,8 +104,9 @@ def options(
             own = merged.setdefault(pass_name, {})
             for key, value in values.items():
                 old = own.get(key)
-                both = isinstance(old, tuple) and isinstance(value, tuple)
-                own[key] = (*old, *value) if both else value
+                if isinstance(old, tuple) and isinstance(value, tuple):
+                    value = old + value
+                own[key] = value
     for pass_name, values in given.items():
         merged.setdefault(pass_name, {}).update(values)
     return merged

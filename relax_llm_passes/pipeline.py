@@ -36,7 +36,13 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
         "FuseSplitRotary",
         "PartitionGemm",
     ),
-    "lower": ("LowerComposites", "LegalizeNorms", "ReplaceWkvKernels", "SealKernels", "KeepEffects"),
+    "lower": (
+        "LowerComposites",
+        "LegalizeNorms",
+        "ReplaceWkvKernels",
+        "SealKernels",
+        "KeepEffects",
+    ),
 }
 
 

@@ -203,10 +203,10 @@ def check_kernel(
             return f"{len(found)} outputs, expected {len(expected)}"
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             bound = _TOLERANCE.get(str(b.dtype), 0.0)
-            error = difference(a, b)
-            if not error <= bound:
+            apart = difference(a, b)
+            if not apart <= bound:
                 at = f" at {sizes}" if sizes else ""
-                return f"output {i} differs by {error:.2g} (bound {bound:.0e}){at}"
+                return f"output {i} differs by {apart:.2g} (bound {bound:.0e}){at}"
     return None
 
 

@@ -104,6 +104,16 @@ def _simple(step: dict[str, Any], f: Functions) -> Callable[[Any], Any]:
     raise InputError(f"unknown step {op!r}")
 
 
+def _bonus(at: int) -> Any:
+    """RWKV-7's bonus: the normalised value plus a sum times an extra input."""
+    return lambda y, late, total: y + total * late[at]
+
+
+def _on_value(fn: Any) -> Any:
+    """A step that reads the value alone."""
+    return lambda y, late, total: fn(y)
+
+
 class _Gate:
     """Reads the composite once; `program` and `roles` describe the kernel."""
 
@@ -178,14 +188,14 @@ class _Gate:
                 bonus = [self.extra(r, per) for r, per in step["summed"]]
                 at = len(extras)
                 extras.append(self.extra(step["value"], "element"))
-                steps.append(lambda y, late, total, at=at: y + total * late[at])
+                steps.append(_bonus(at))
             elif "operand" in step:
                 at = len(extras)
                 extras.append(self.extra(step["operand"], step["per"]))
                 steps.append(self._binary(step, at))
             else:
                 fn = _simple(step, f)
-                steps.append(lambda y, late, total, fn=fn: fn(y))
+                steps.append(_on_value(fn))
 
         def apply_before(x: Any) -> Any:
             for fn in before:

@@ -40,6 +40,11 @@ _CALLS = (
 )
 
 
+def _all_of(lowered: list[Any]) -> Any:
+    """The stage's values, all from the same element."""
+    return lambda v, s: [f(v, [], s) for f in lowered]
+
+
 class Lowerer:
     """Lowers the values of one PrimFunc; see `reduction.read_program`."""
 
@@ -85,7 +90,7 @@ class Lowerer:
             out.append(
                 Stage(
                     tuple(combine),
-                    lambda v, s, lowered=lowered: [f(v, [], s) for f in lowered],
+                    _all_of(lowered),
                     lambda r, s: list(r),
                 )
             )

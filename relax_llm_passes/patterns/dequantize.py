@@ -230,8 +230,9 @@ def _plans(
 def _identify(func: Any, full: list[int], packed: Any, scale: Any) -> tuple[int, dict] | str:
     """Return (packed axis, sizes) of the format, or what was found instead."""
     word = dtype_of(packed)
-    shapes = [[static(d) for d in dims(t) or ()] for t in (packed, scale)]
-    if any(d is None for s in shapes for d in s):
+    found = [[static(d) for d in dims(t) or ()] for t in (packed, scale)]
+    shapes = [[d for d in s if d is not None] for s in found]
+    if shapes != found:
         return "symbolic sizes of the packed weight"
     generator = np.random.default_rng(20)
     bits = _WORD_BITS[word]

@@ -65,7 +65,8 @@ class Epilogue:
 
 def _vector_root(view: Any, expr: relax.Expr, usable: Any) -> tuple[Any, list[relax.Var]] | None:
     """Return the 1-D tensor that `expr` is a view of, and the bindings in between."""
-    root, path = view.resolve(expr), []
+    path: list[relax.Var] = []
+    root = view.resolve(expr)
     for _ in range(4):
         shape = dims(root)
         if shape is None:
@@ -141,7 +142,8 @@ def _binary(view: Any, state: Epilogue, binding: Any, usable: Any) -> bool:
         shape = dims(other)
         if shape is None or not same_dims(shape, current):
             return refuse("the product is multiplied by a tensor that is not of its own shape")
-        step, operand, path = "multiply", view.resolve(other), []
+        step, operand = "multiply", view.resolve(other)
+        path: list[relax.Var] = []
     else:
         answer = _added_operand(view, state, other, usable)
         if isinstance(answer, str):

@@ -132,8 +132,10 @@ def test_one_kernel_on_cuda(name):
         assert relative_error(got, want) < 1e-6
 
 
-@pytest.mark.parametrize("spec, step, reference", [(BONUS, bonus_step, bonus_reference),
-                                                  (DELTA, delta_step, delta_reference)])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, step, reference",
+    [(BONUS, bonus_step, bonus_reference), (DELTA, delta_step, delta_reference)],
+)
 def test_unrolled_tokens(spec, step, reference):
     """Three tokens in a row, sliced out of whole tensors."""
     tokens = 3
@@ -155,7 +157,7 @@ def test_unrolled_tokens(spec, step, reference):
         return [*outs, state]
 
     mod = module(given, body)
-    fused, lowered, _ = fuse(mod, CPU)
+    _, lowered, _ = fuse(mod, CPU)
     assert len([v for v in find_wkv(FunctionView(mod, "main")) if v]) == tokens
     arrays = draw(given, {})
     wide = {n: a.astype(np.float64) for n, a in zip(given, arrays, strict=True)}
