@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import report
     from .errors import InputError, RelaxLLMError, UnknownNameError, UnsupportedError
+    from .fusion.partition_byoc import partition_for_cublas, partition_for_cutlass
     from .libraries import Library, list_libraries, register_library
     from .lower import Accept, Composite, register_implementation
     from .pipeline import default_pipeline, stages
@@ -41,6 +42,8 @@ _HOME = {
     "list_libraries": "libraries",
     "list_passes": "registry",
     "parse_target": "targets",
+    "partition_for_cublas": "fusion.partition_byoc",
+    "partition_for_cutlass": "fusion.partition_byoc",
     "register_implementation": "lower",
     "register_library": "libraries",
     "register_pass": "registry",
@@ -64,6 +67,8 @@ __all__ = [
     "list_libraries",
     "list_passes",
     "parse_target",
+    "partition_for_cublas",
+    "partition_for_cutlass",
     "register_implementation",
     "register_library",
     "register_pass",

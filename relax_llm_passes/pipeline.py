@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
         "KeepEffects",
     ),
 }
+
+
+_MAY_FAIL = ("clean", "raise", "fuse", "optional")
 
 
 def _steps(target: Target) -> list[Step]:
@@ -162,12 +166,16 @@ class Pipeline:
         try:
             new = step.transform(mod)
         except Exception as error:
-            if verifier is None or isinstance(error, InputError):
+            # The program is whole without a fusion; what must run has no way around it.
+            optional = step.stage in _MAY_FAIL or verifier is not None
+            if not optional or isinstance(error, InputError):
                 raise
             if len(self.report.passes) == count:
                 self.report.add(_report.PassRecord(step.name))
-            reason = str(error).strip().splitlines() or [""]
-            self.report.passes[-1].note(f"undone: {type(error).__name__}: {reason[-1].strip()}")
+            reason = (str(error).strip().splitlines() or [""])[-1].strip()
+            text = f"undone: {type(error).__name__}: {reason}"
+            self.report.passes[-1].note(text)
+            warnings.warn(f"{step.name} failed and was left out: {text}", stacklevel=2)
             return mod
         seconds = time.perf_counter() - start
         if len(self.report.passes) == count:
@@ -183,6 +191,7 @@ def default_pipeline(
     passes: str = "default",
     options: dict[str, dict[str, Any]] | None = None,
     disabled: Sequence[str] = (),
+    pack_weights: bool = False,
     verify: bool = False,
     dump_dir: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
@@ -202,6 +211,9 @@ def default_pipeline(
         Options by pass name: `{"LowerComposites": {"avoid": ("cpu.gemv",)}}`.
     disabled : sequence of str
         Names of passes that do not run.
+    pack_weights : bool
+        For llvm targets: keep weights in the layout the kernels read fastest. Each function's
+        parameters then come from `<name>_transform_params`, called once at load (see PackWeights).
     verify : bool
         Check the module after every pass, and run every kernel that was chosen against the
         program it replaces; where they differ the program stays and the report says so.
@@ -238,6 +250,8 @@ def default_pipeline(
         resolved = parse_target(target)
     if not isinstance(passes, str):
         raise InputError(f"passes={passes!r}: expected text such as 'default,-FuseOps'")
+    if pack_weights:
+        passes = f"{passes},PackWeights"
     return Pipeline(
         resolved, passes, dict(options or {}), disabled, chosen, verify, dump_dir, progress
     )

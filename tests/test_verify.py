@@ -181,3 +181,15 @@ def test_an_emitted_value_of_another_type_is_refused(scratch):
 def test_difference(found, wanted, error):
     a, b = np.array(found, "float32"), np.array(wanted, "float32")
     assert difference(a, b) == pytest.approx(error)
+
+
+def test_a_fusion_that_raises_costs_speed_not_the_program(scratch):
+    """Without verification too: the module before it goes on, with a warning and a note."""
+
+    def fails(mod):
+        raise RuntimeError("no such layout")
+
+    broken_pass(fails)
+    with pytest.warns(UserWarning, match="Broken failed and was left out"):
+        report = compile_and_check(passes="default,Broken")
+    assert notes(report) == ["undone: RuntimeError: no such layout"]
