@@ -8,10 +8,12 @@ import importlib
 MODULES = (
     "relax_llm_passes.fusion.expand_attention",
     "relax_llm_passes.fusion.canonicalize_bindings",
+    "relax_llm_passes.fusion.inplace_kv_cache",
     "relax_llm_passes.fusion.wkv",
     "relax_llm_passes.fusion.group_norm_gate",
     "relax_llm_passes.fusion.rotary_attention",
     "relax_llm_passes.fusion.split_rotary",
+    "relax_llm_passes.fusion.combine_parallel_matmul",
     "relax_llm_passes.fusion.partition_gemm",
     "relax_llm_passes.fusion.offload_cublas",
     "relax_llm_passes.fusion.pack_weights",

@@ -98,6 +98,7 @@ class Chosen:
 
 
 _PURE: dict[str, bool] = {}
+_CALL_TIR_INPLACE = Op.get("relax.call_tir_inplace")
 
 
 def _op_is_pure(op: Op) -> bool:
@@ -125,7 +126,31 @@ def is_pure(view: FunctionView, row: int) -> bool:
     return True
 
 
-class _Scope:
+def updates_own_argument(view: FunctionView, row: int) -> bool:
+    """Whether a binding changes parameters of the function in place that nothing else reads.
+
+    Then whoever needs the change reads the result, and nobody sees the time at which it happens.
+    Only parameters: another tensor may share its memory with what it is a reshape of.
+    """
+    value = view.bindings[row].value
+    if type(value) is not Call or value.op != _CALL_TIR_INPLACE or view.parent is not None:
+        return False
+    fields = view.fields(value.args[1])
+    if fields is None:
+        return False
+    for index in value.attrs.inplace_indices:
+        if int(index) < 0:
+            continue
+        var = fields[int(index)]
+        known = any(var.same_as(param) for param in view.params)
+        if not known or len(view.users(var)) != 1 or view.is_output(var):
+            return False
+        if sum(var.same_as(field) for field in fields) != 1:
+            return False
+    return True
+
+
+class Scope:
     """The dependences between the bindings of a scope, aliases left out."""
 
     def __init__(self, view: FunctionView) -> None:
@@ -157,6 +182,9 @@ class _Scope:
             pure = is_pure(view, row)
             if not pure:
                 self.impure.add(node)
+            # Reads order an update of an argument that nothing else reads: it is no barrier.
+            free = pure or updates_own_argument(view, row)
+            if not free:
                 sources.update(since)
                 since = []
             if barrier >= 0:
@@ -164,7 +192,7 @@ class _Scope:
             for source in sources:
                 if source >= 0 and source != node:
                     succ[source].append(node)
-            if pure:
+            if free:
                 since.append(node)
             else:
                 barrier = node
@@ -216,7 +244,7 @@ class _Candidate:
 
 class _Selection:
     def __init__(self, view: FunctionView) -> None:
-        self.scope = _Scope(view)
+        self.scope = Scope(view)
         self.view = view
 
     def refuse(self, region: Region, reason: str, var: Any = None) -> Refusal:

@@ -163,7 +163,9 @@ class Interpreter:
         if name == "concat":
             return np.concatenate(a[0], axis=int(at.axis))
         if name == "split":
-            return tuple(np.split(a[0], int(at.indices_or_sections), axis=int(at.axis)))
+            ends = at.indices_or_sections
+            sections = int(ends) if isinstance(ends, int | tvm.tirx.IntImm) else [*map(int, ends)]
+            return tuple(np.split(a[0], sections, axis=int(at.axis)))
         if name in ("ones", "zeros"):
             return np.full(a[0], 1 if name == "ones" else 0, dtype=call.ty.dtype.dtype)
         if name == "nn.softmax":
