@@ -227,7 +227,9 @@ class CudaAttention(_Base):
             name = "attention_decode"
         else:
             prim, name = attention_prefill_cuda(plan), "attention_prefill"
-        return emit_plan(composite, match, renew_defs(prim), args, bb, name)
+        # Not renewed, as on the CPU: `renew_defs` misses the sizes in thread extents. They are the
+        # composite's own, and that function is gone after lowering.
+        return emit_plan(composite, match, prim, args, bb, name)
 
 
 _MAX_DECODE_ROWS_CUDA = 8

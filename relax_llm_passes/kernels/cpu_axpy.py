@@ -14,7 +14,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, ceil_div, i64, let, load, local, splat, store, workspace
+from .cpu_build import T, ceil_div, i64, let, load, local, splat, store, tasks, workspace
 from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
@@ -57,7 +57,7 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
             with T.serial(i64(0), width - whole * lanes) as v:
                 add(acc, xs, row, column, let(whole * lanes + v), 1)
 
-    with T.parallel(i64(0), i64(strips * parts)) as task:
+    with tasks(i64(strips * parts), n * k) as task:
         acc = local(strip)
         part = let(tirx.floordiv(task, i64(strips)))
         column = let((task - part * strips) * strip)
@@ -100,7 +100,7 @@ def emit_axpy_panels(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]
             weight = load(rhs, start + row * columns + q * lanes, lanes)
             store(acc, load(acc, slot, lanes) + splat(x, lanes) * weight, slot, lanes)
 
-    with T.parallel(i64(0), i64(ceil_div(n, columns))) as panel:
+    with tasks(i64(ceil_div(n, columns)), n * k) as panel:
         acc = local(streams * columns)
         for slot in range(streams * tiles.vectors):
             store(acc, splat(0.0, lanes), slot * lanes, lanes)

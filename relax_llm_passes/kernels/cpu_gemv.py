@@ -12,7 +12,19 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, add_lanes, ceil_div, choose, i64, let, load, local, splat, store
+from .cpu_build import (
+    T,
+    add_lanes,
+    ceil_div,
+    choose,
+    i64,
+    let,
+    load,
+    local,
+    splat,
+    store,
+    tasks,
+)
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
 from .cpu_weights import row_reader
@@ -125,7 +137,8 @@ def emit_dot_rows(
         total = add_lanes([load(sums, (r * lanes + j) * lanes, lanes) for j in range(lanes)], lanes)
         emit_finish_tail(spec, buffers, total, let(row * n), let(group * lanes), lanes)
 
-    with T.parallel(i64(0), i64(ceil_div(n, lanes))) as group:
+    work = m * n * k if isinstance(m, int) else None
+    with tasks(i64(ceil_div(n, lanes)), work) as group:
         sums = local(rows * lanes * lanes)
         if single:
             tile(i64(0), group, sums)
