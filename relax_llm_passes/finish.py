@@ -11,7 +11,7 @@ from tvm import relax, tirx
 
 from .registry import PassRun, register_pass
 
-__all__ = ["dispatch_passes", "finalize_passes", "fuse_passes"]
+__all__ = ["dispatch_passes", "finalize_passes", "fuse_passes", "unsafe_here"]
 
 
 @register_pass("SealKernels", stage="lower", fuses=False)
@@ -45,6 +45,33 @@ def fuse_passes() -> list[tvm.transform.Pass]:
         relax.transform.FuseOps(),
         relax.transform.FuseTIR(),
     ]
+
+
+def unsafe_here(name: str, mod: tvm.IRModule) -> str | None:
+    """Return why one of TVM's finishing passes must not run on this module, or None.
+
+    StaticPlanBlockMemory of TVM 0.27 shares storage between the branches of an If, but allocates
+    it in the first only: taking the second crashes the process.
+    """
+    if name != "StaticPlanBlockMemory":
+        return None
+    for gvar, func in mod.functions.items():
+        if isinstance(func, relax.Function) and _has_if(func):
+            return f"left out: {gvar.name_hint} has an If, whose branches it lets share memory"
+    return None
+
+
+def _has_if(func: relax.Function) -> bool:
+    body = func.body
+    return isinstance(body, relax.SeqExpr) and any(
+        isinstance(b, relax.VarBinding)
+        and (
+            isinstance(b.value, relax.If)
+            or (isinstance(b.value, relax.Function) and _has_if(b.value))
+        )
+        for block in body.blocks
+        for b in block.bindings
+    )
 
 
 def finalize_passes(target: tvm.target.Target) -> list[tvm.transform.Pass]:

@@ -157,7 +157,7 @@ class Pipeline:
         ctx: tvm.transform.PassContext,
         verifier: Verifier | None,
     ) -> tvm.IRModule:
-        left_out = _enabled(step, ctx)
+        left_out = _enabled(step, ctx) or finish.unsafe_here(step.name, mod)
         count = len(self.report.passes)
         if left_out:
             self.report.add(_report.PassRecord(step.name)).note(left_out)
@@ -248,7 +248,7 @@ def default_pipeline(
         resolved = None
     else:
         resolved = parse_target(target)
-    if not isinstance(passes, str):
+    if not isinstance(passes, str) or not passes.strip(" ,"):
         raise InputError(f"passes={passes!r}: expected text such as 'default,-FuseOps'")
     if pack_weights:
         passes = f"{passes},PackWeights"

@@ -197,6 +197,8 @@ def lookup(name: str) -> PassFactory:
         With the closest registered name.
     """
     load_plugins()
+    if not isinstance(name, str):
+        raise InputError(f"pass {name!r}: expected a name, as list_passes() gives them")
     if name not in _PASSES:
         raise UnknownNameError("pass", name, _PASSES)
     return _PASSES[name]

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
 from tvm_ffi import structural_equal
 
 import relax_llm_passes as rlp
@@ -135,3 +137,45 @@ def test_signatures_stay():
         relax.FuncType([p.ty for p in after.params], after.ret_ty),
         map_free_vars=True,
     )
+
+
+@I.ir_module
+class Branches:
+    @R.function
+    def main(
+        x: R.Tensor((4, 32), "float32"), w: R.Tensor((16, 32), "float32"), c: R.Tensor((), "bool")
+    ) -> R.Tensor((4, 16), "float32"):
+        wt = R.permute_dims(w)
+        if c:
+            y = R.matmul(x, wt)
+            z = R.nn.relu(y)
+        else:
+            y1 = R.matmul(x, wt)
+            z = R.nn.softmax(y1, axis=0)
+        q = R.add(z, z)
+        return q
+
+
+def test_both_branches_of_an_if_run():
+    """TVM's memory planning lets branches share storage that only the first allocates."""
+    seq = rlp.default_pipeline("llvm")
+    machine = relax.VirtualMachine(tvm.compile(Branches, seq.target, relax_pipeline=seq), tvm.cpu())
+    assert any("has an If" in n for p in seq.report.passes for n in p.notes)
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((4, 32)), rng.standard_normal((16, 32))
+    y = x @ w.T
+    soft = np.exp(y) / np.exp(y).sum(0)
+    for taken, wanted in ((True, np.maximum(y, 0)), (False, soft)):
+        given = [x.astype("float32"), w.astype("float32"), np.array(taken)]
+        found = machine["main"](*[tvm.runtime.tensor(a) for a in given]).numpy()
+        np.testing.assert_allclose(found, 2 * wanted, rtol=1e-4, atol=1e-5)  # sums of 32 in fp32
+
+
+def test_an_empty_pass_list_is_an_error():
+    with pytest.raises(rlp.InputError, match="expected text"):
+        rlp.default_pipeline("llvm", passes="")
+
+
+def test_a_pass_is_asked_for_by_name():
+    with pytest.raises(rlp.InputError, match="expected a name"):
+        rlp.get_pass(3)
