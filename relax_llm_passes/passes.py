@@ -8,6 +8,7 @@ import importlib
 MODULES = (
     "relax_llm_passes.fusion.expand_attention",
     "relax_llm_passes.fusion.canonicalize_bindings",
+    "relax_llm_passes.fusion.inplace_kv_cache",
     "relax_llm_passes.fusion.wkv",
     "relax_llm_passes.fusion.group_norm_gate",
     "relax_llm_passes.fusion.rotary_attention",
