@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_equal
 
+from .cloning import Clone
 from .errors import RelaxLLMError
 from .report import PassRecord
 from .sampling import random_arguments, sample_sizes, to_device, to_numpy
@@ -184,7 +185,7 @@ def check_kernel(
         )(emitted)
     try:
         reference = _Program(
-            _module(relax.utils.copy_with_new_vars(composite.func)),
+            _module(Clone({}, {}).function(composite.func)),
             tvm.target.Target({"kind": "llvm"}),
             "default",
         )
@@ -215,7 +216,7 @@ def emit_alone(
 ) -> tvm.IRModule:
     """Return a module whose `main` has the composite's signature and calls the implementation."""
     bb = relax.BlockBuilder()
-    func = relax.utils.copy_with_new_vars(composite.func)
+    func = Clone({}, {}).function(composite.func)
     with target, bb.function("main", func.params):
         with bb.dataflow():
             result = implementation.emit(composite, list(func.params), bb, target)
