@@ -1,26 +1,29 @@
 """Random graphs through canonicalization, outlining and inlining: `python -m tests.fuzz_partition`.
 
-For each graph: the canonical form, its canonical form again, random regions outlined (from the raw
-and from the canonical module, in one or two rounds), and everything inlined back. Checked: no
-exception, well formed, same results bit by bit (numpy interpreter, side effects in order), every
-region outlined or refused with a reason, canonicalization idempotent, inlining back structurally
-equal to the canonical module. Every `--vm`-th graph is also compiled and run by TVM.
+For each graph: the canonical form, its canonical form again, regions outlined (random ones, and
+the matches of a random list of patterns, from the raw or from the canonical module, in one or two
+rounds), and everything inlined back. Checked: no exception, well formed, same results bit by bit
+(numpy interpreter, side effects in order), every region outlined or refused with a reason,
+canonicalization idempotent, inlining back structurally equal to the canonical module. Some graphs
+also go through PartitionGemm and CombineParallelMatmul. Every `--vm`-th graph is compiled and run
+by TVM.
 
-Beside it the same graphs go through TVM's CanonicalizeBindings, FuseOpsByPattern and
-MergeCompositeFunctions, in a process of their own since those can take the process down.
+Beside it the same graphs and the same lists of patterns go through TVM's CanonicalizeBindings,
+FuseOpsByPattern, MergeCompositeFunctions and CombineParallelMatmul, in a process of their own since
+those can take the process down.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
+import os
 import random
-import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,11 +33,19 @@ from tvm import relax
 from tvm.ir import Call, Var
 from tvm.relax import Function
 
-from relax_llm_passes.dataflow import FunctionView, is_var, op_name, views
+from relax_llm_passes.dataflow import FunctionView, is_var, views
 from relax_llm_passes.fusion.canonicalize_bindings import canonicalize
+from relax_llm_passes.fusion.combine_parallel_matmul import CombineParallelMatmul
+from relax_llm_passes.fusion.partition_gemm import PartitionGemm
 from relax_llm_passes.outline import Region, inline, outline
 from tests.interpreter import Interpreter, equal
 from tests.random_graphs import random_inputs, random_module
+from tests.random_patterns import (
+    Pattern,
+    pattern_regions,
+    random_patterns,
+    usual_patterns,
+)
 
 
 def public_functions(mod: tvm.IRModule) -> list[str]:
@@ -77,21 +88,10 @@ def grown(rng: random.Random, view: FunctionView, vars_: list[Var]) -> list[Var]
     return list(region)
 
 
-def chains(view: FunctionView, heads: tuple[str, ...], tails: tuple[str, ...]) -> list[list[Var]]:
-    """Return matmul with a following elementwise operator, wherever users allow it or not."""
-    found = []
-    for binding in view.bindings:
-        if op_name(binding.value) in heads:
-            region = [binding.var]
-            for user in view.users(binding.var)[:1]:
-                if op_name(user.value) in tails:
-                    region.append(user.var)
-            found.append(region)
-    return found
-
-
-def random_regions(rng: random.Random, mod: tvm.IRModule, name: str) -> list[Region]:
-    """Return regions of one function: connected ones, scattered ones, pattern-like ones."""
+def random_regions(
+    rng: random.Random, mod: tvm.IRModule, name: str, patterns: list[Pattern]
+) -> list[Region]:
+    """Return regions of one function: connected ones, scattered ones, matches of patterns."""
     regions: list[Region] = []
     root = FunctionView(mod, name)
     for view in root.scopes():
@@ -106,11 +106,10 @@ def random_regions(rng: random.Random, mod: tvm.IRModule, name: str) -> list[Reg
             else:
                 found = rng.sample(vars_, min(len(vars_), rng.randrange(1, 5)))
             regions.append(Region(rng.choice(["gemm", "rotary", "norm"]), found))
-        if rng.random() < 0.3:
-            tails = ("relax.add", "relax.nn.relu", "relax.multiply")
-            regions += [Region("gemm", c) for c in chains(view, ("relax.matmul",), tails)]
         for region in regions[first:]:
             decorate(rng, view, region)
+        if rng.random() < 0.5:
+            regions += pattern_regions(view, patterns)
     rng.shuffle(regions)
     return regions
 
@@ -150,6 +149,7 @@ def well_formed(mod: tvm.IRModule, what: str) -> None:
 def check(seed: int, counts: Counter[str], use_vm: bool = False) -> None:
     """Put the graph of a seed through everything; raise Failure for what is wrong."""
     rng = random.Random(seed ^ 0x5EED)
+    patterns = patterns_of(seed)
     mod = random_module(seed)
     inputs = {n: random_inputs(mod[n], seed) for n in public_functions(mod)}
     expected = results(mod, inputs)
@@ -168,7 +168,7 @@ def check(seed: int, counts: Counter[str], use_vm: bool = False) -> None:
         current = start
         for _ in range(rng.choice([1, 1, 2])):
             for name in public_functions(current):
-                regions = random_regions(rng, current, name)
+                regions = random_regions(rng, current, name, patterns)
                 before = len(current.functions)
                 current, refusals = outline(current, name, regions)
                 made = len(current.functions) - before
@@ -192,9 +192,41 @@ def check(seed: int, counts: Counter[str], use_vm: bool = False) -> None:
                 raise Failure("inlining changed a result")
             if not tvm_ffi.structural_equal(canonicalize(back), canonical):
                 raise Failure("inlining back and canonicalizing is not the canonical module")
+        if rng.random() < 0.25:
+            check_passes(start, inputs, expected, counts)
         if use_vm and not any(e for _, e in expected.values()) and is_straight(mod):
             check_vm(current, inputs, expected)
             counts["executed by TVM"] += 1
+
+
+def check_passes(
+    start: tvm.IRModule, inputs: Any, expected: dict[str, Any], counts: Counter[str]
+) -> None:
+    """Put a module through the registered passes that rest on outlining."""
+    after = PartitionGemm()(start)
+    well_formed(after, "partitioned module")
+    if not same(results(after, inputs), expected):
+        raise Failure("PartitionGemm changed a result")
+    if not tvm_ffi.structural_equal(PartitionGemm()(after), after):
+        raise Failure("PartitionGemm is not idempotent")
+    back = inline(after)
+    well_formed(back, "partitioned module inlined back")
+    if not same(results(back, inputs), expected):
+        raise Failure("inlining what PartitionGemm made changed a result")
+    counts["partitioned"] += 1
+    counts["products outlined"] += len(after.functions) - len(start.functions)
+    combined = CombineParallelMatmul()(start)
+    well_formed(combined, "combined module")
+    # One product of three weights may sum in another order than three products.
+    found = results(combined, inputs)
+    if not all(close(found[k][0], expected[k][0]) for k in expected):
+        raise Failure("CombineParallelMatmul changed a result")
+    counts["combined"] += not combined.same_as(start)
+
+
+def patterns_of(seed: int) -> list[Pattern]:
+    """Return the list of patterns that goes with a graph: as users write them, or random."""
+    return usual_patterns() if seed % 2 else random_patterns(random.Random(seed ^ 0xFACADE))
 
 
 def is_straight(mod: tvm.IRModule) -> bool:
@@ -228,102 +260,46 @@ def close(left: Any, right: Any) -> bool:
     return bool(np.allclose(left, right, rtol=1e-3, atol=1e-3, equal_nan=True))
 
 
-# TVM's own passes on the same graphs
-
-
-def upstream_patterns() -> list[tuple]:
-    """Return a list as users write it: products with an epilogue first, then bare ones."""
-    from tvm.relax.dpl import is_op, wildcard
-
-    product = is_op("relax.matmul")(wildcard(), wildcard())
-    return [
-        ("p.matmul_add", is_op("relax.add")(product, wildcard())),
-        ("p.matmul_multiply", is_op("relax.multiply")(product, wildcard())),
-        ("p.matmul", product),
-        ("p.relu", is_op("relax.nn.relu")(wildcard())),
-    ]
-
-
-def upstream_passes() -> dict[str, Callable[[tvm.IRModule], tvm.IRModule]]:
-    """Return the passes that are counted."""
-    patterns = upstream_patterns()
-    fuse = relax.transform.FuseOpsByPattern(patterns, bind_constants=False)
-    merge = relax.transform.MergeCompositeFunctions()
-    return {
-        "CanonicalizeBindings": relax.transform.CanonicalizeBindings(),
-        "FuseOpsByPattern": fuse,
-        "MergeCompositeFunctions": lambda mod: merge(fuse(mod)),
-    }
-
-
-def upstream_verdict(
-    run: Callable[[tvm.IRModule], tvm.IRModule], mod: tvm.IRModule, inputs: Any, expected: Any
-) -> str:
-    """Return what one of TVM's passes did to a graph: "ok" or what went wrong."""
-    try:
-        after = run(mod)
-    except Exception as error:
-        return "cyclic dependency" if "cyclic dependency" in str(error).lower() else "error"
-    try:
-        relax.analysis.well_formed(after)
-    except Exception:
-        return "ill-formed"
-    try:
-        if not same(results(after, inputs), expected):
-            return "changed result"
-    except Exception:
-        return "changed result"
-    return "ok"
-
-
-def upstream_worker(first: int, last: int) -> None:
-    """Count verdicts for seeds first..last-1; one line of JSON a graph, so a crash shows where."""
-    passes = upstream_passes()
+def run_seeds(first: int, last: int, vm: int, stop: int) -> tuple[Counter[str], Counter[str]]:
+    """Check seeds first..last-1; return what was counted and what failed."""
+    counts: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
     for seed in range(first, last):
-        mod = random_module(seed)
-        inputs = {n: random_inputs(mod[n], seed) for n in public_functions(mod)}
-        expected = results(mod, inputs)
-        line = {"seed": seed}
-        for name, run in passes.items():
-            print(json.dumps({"seed": seed, "starts": name}), flush=True)
-            line[name] = upstream_verdict(run, mod, inputs, expected)
-        canonical = passes["CanonicalizeBindings"]
-        if line["CanonicalizeBindings"] == "ok":
-            once = canonical(mod)
-            if not tvm_ffi.structural_equal(once, canonical(once)):
-                line["CanonicalizeBindings"] = "second run changes more"
-        print(json.dumps(line), flush=True)
+        try:
+            check(seed, counts, bool(vm) and seed % vm == 0)
+            counts["graphs"] += 1
+        except Exception as error:
+            kind = str(error).split(":")[0] if isinstance(error, Failure) else "crash"
+            failures[kind] += 1
+            print(f"seed {seed}: {error!r}"[:2000], file=sys.stderr)
+            if not isinstance(error, Failure):
+                traceback.print_exc()
+            if sum(failures.values()) >= stop:
+                break
+    return counts, failures
 
 
-def upstream_counts(first: int, last: int) -> dict[str, Counter[str]]:
-    """Run `upstream_worker` in processes, starting anew behind a graph that takes one down."""
-    counts: dict[str, Counter[str]] = {}
-    while first < last:
-        command = [sys.executable, "-m", "tests.fuzz_partition", "--worker", str(first), str(last)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        starts: dict[str, Any] = {}
-        for text in done.stdout.splitlines():
-            if not text.startswith("{"):
-                continue
-            line = json.loads(text)
-            if "starts" in line:
-                starts = line
-                continue
-            starts = {}
-            first = line.pop("seed") + 1
-            for name, verdict in line.items():
-                counts.setdefault(name, Counter())[verdict] += 1
-        if first < last and starts:
-            counts.setdefault(starts["starts"], Counter())["process died"] += 1
-            first = starts["seed"] + 1
-        elif first < last:
-            raise RuntimeError(f"the worker stopped at seed {first}: {done.stderr[-2000:]}")
-    return counts
-
-
-def seeds(args: argparse.Namespace) -> Iterator[int]:
-    """Yield the seeds of a run."""
-    return iter(range(args.seed, args.seed + args.graphs))
+def run_jobs(args: argparse.Namespace) -> tuple[Counter[str], Counter[str]]:
+    """Check all seeds in `--jobs` processes, a thousand at a time."""
+    counts: Counter[str] = Counter()
+    failures: Counter[str] = Counter()
+    last = args.seed + args.graphs
+    starts = range(args.seed, last, 1000)
+    context = multiprocessing.get_context("spawn")  # TVM's threads do not survive a fork
+    with ProcessPoolExecutor(args.jobs, context) as pool:
+        pieces = [
+            pool.submit(run_seeds, first, min(first + 1000, last), args.vm, args.stop)
+            for first in starts
+        ]
+        for piece in pieces:
+            more, failed = piece.result()
+            counts += more
+            failures += failed
+            print(f"{counts['graphs']} graphs, {sum(failures.values())} failures", file=sys.stderr)
+            if sum(failures.values()) >= args.stop:
+                pool.shutdown(cancel_futures=True)
+                break
+    return counts, failures
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -334,34 +310,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vm", type=int, default=2000, help="execute every N-th graph with TVM")
     parser.add_argument("--upstream", type=int, default=None, help="graphs for TVM's own passes")
     parser.add_argument("--stop", type=int, default=5, help="stop after this many failures")
-    parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     args = parser.parse_args(argv)
-    if args.worker:
-        upstream_worker(*args.worker)
-        return 0
-    counts: Counter[str] = Counter()
-    failures: Counter[str] = Counter()
     start = time.perf_counter()
-    for seed in seeds(args):
-        try:
-            check(seed, counts, bool(args.vm) and seed % args.vm == 0)
-            counts["graphs"] += 1
-        except Exception as error:
-            kind = str(error).split(":")[0] if isinstance(error, Failure) else "crash"
-            failures[kind] += 1
-            print(f"seed {seed}: {error!r}"[:2000], file=sys.stderr)
-            if not isinstance(error, Failure):
-                traceback.print_exc()
-            if sum(failures.values()) >= args.stop:
-                break
+    counts, failures = run_jobs(args)
     seconds = time.perf_counter() - start
-    done = counts["graphs"] + sum(failures.values())
+    done = counts.pop("graphs", 0) + sum(failures.values())
     print(f"relax_llm_passes: {done} graphs in {seconds:.1f} s ({done / seconds:.0f}/s)")
-    for name in ("canonicalized", "regions", "outlined", "executed by TVM"):
-        print(f"  {name}: {counts[name]}")
-    print(f"  failures: {dict(failures) or 'none'}")
+    for name, count in counts.items():
+        print(f"  {name}: {count}")
+    print(f"  failures: {dict(failures) or 'none'}", flush=True)
     wanted = args.graphs if args.upstream is None else args.upstream
     if wanted:
+        from tests.fuzz_upstream import upstream_counts
+
         for name, found in upstream_counts(args.seed, args.seed + wanted).items():
             print(f"TVM {name}: {dict(sorted(found.items()))}")
     return 1 if failures else 0

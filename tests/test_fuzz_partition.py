@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.fuzz_partition import check, public_functions, results, same, upstream_counts
+from tests.fuzz_partition import check, public_functions, results, same
+from tests.fuzz_upstream import upstream_counts
 from tests.random_graphs import random_inputs, random_module
 
 
@@ -29,7 +30,12 @@ def test_many_random_graphs_and_the_virtual_machine() -> None:
 @pytest.mark.slow
 def test_upstream_counts() -> None:
     counts = upstream_counts(0, 60)
-    assert set(counts) == {"CanonicalizeBindings", "FuseOpsByPattern", "MergeCompositeFunctions"}
+    assert set(counts) == {
+        "CanonicalizeBindings",
+        "FuseOpsByPattern",
+        "MergeCompositeFunctions",
+        "CombineParallelMatmul",
+    }
     assert all(sum(c.values()) == 60 for c in counts.values())
 
 
