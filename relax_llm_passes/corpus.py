@@ -348,6 +348,12 @@ class Graph:
         return tuple(self.info["tags"])
 
     @property
+    def digest(self) -> str:
+        """A short hash of the module's text and constants: what a recorded result belongs to."""
+        constants = json.dumps(self.record.get("constants", []), sort_keys=True)
+        return hashlib.sha256(f"{self.text}\n{constants}".encode()).hexdigest()[:12]
+
+    @property
     def mod(self) -> tvm.IRModule:
         """The module (parsed once, then shared: passes do not change it in place)."""
         if self._mod is None:

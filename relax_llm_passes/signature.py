@@ -17,7 +17,7 @@ import numpy as np
 
 from .errors import InputError, UnknownNameError
 
-__all__ = ["Signature", "read_sidecar", "sidecar_path", "write_sidecar"]
+__all__ = ["Signature", "evaluate", "extent", "read_sidecar", "sidecar_path", "write_sidecar"]
 
 _FORMAT = 1
 _DEFAULT_SIZE = 16
@@ -35,13 +35,13 @@ def _describe(ty: Any) -> dict[str, Any]:
     if isinstance(ty, relax.TupleType):
         return {"kind": "tuple", "fields": [_describe(f) for f in ty.fields]}
     if isinstance(ty, relax.ShapeType):
-        values = None if ty.values is None else [_extent(v) for v in ty.values]
+        values = None if ty.values is None else [extent(v) for v in ty.values]
         return {"kind": "shape", "values": values}
     if isinstance(ty, relax.TensorType):
         known = ty.shape is not None and hasattr(ty.shape, "values")
         return {
             "kind": "tensor",
-            "shape": [_extent(v) for v in ty.shape.values] if known else None,
+            "shape": [extent(v) for v in ty.shape.values] if known else None,
             "dtype": str(ty.dtype),
         }
     if isinstance(ty, tvm.ir.PrimType):
@@ -49,8 +49,8 @@ def _describe(ty: Any) -> dict[str, Any]:
     return {"kind": "object", "type": str(ty)}
 
 
-def _extent(value: Any) -> int | str:
-    """Return a size as a number, or as text that `_evaluate` reads."""
+def extent(value: Any) -> int | str:
+    """Return a size as a number, or as text that `evaluate` reads."""
     from tvm import tirx
 
     if isinstance(value, (int, tirx.IntImm)):
@@ -68,12 +68,12 @@ def _extent(value: Any) -> int | str:
     }
     for node, sign in binary.items():
         if isinstance(value, node):
-            return f"({_extent(value.a)} {sign} {_extent(value.b)})"
+            return f"({extent(value.a)} {sign} {extent(value.b)})"
     for node, name in ((tirx.Max, "max"), (tirx.Min, "min")):
         if isinstance(value, node):
-            return f"{name}({_extent(value.a)}, {_extent(value.b)})"
+            return f"{name}({extent(value.a)}, {extent(value.b)})"
     if isinstance(value, tirx.Cast):
-        return _extent(value.value)
+        return extent(value.value)
     return f"unknown({value})"
 
 
@@ -85,8 +85,8 @@ def _names(extent: int | str) -> list[str]:
     return [n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and id(n) not in called]
 
 
-def _evaluate(extent: int | str, sizes: Mapping[str, int]) -> int:
-    """Evaluate the arithmetic that `_extent` writes; nothing else is accepted."""
+def evaluate(extent: int | str, sizes: Mapping[str, int]) -> int:
+    """Evaluate the arithmetic that `extent` writes; nothing else is accepted."""
     if isinstance(extent, int):
         return extent
 
@@ -238,7 +238,7 @@ class Signature:
                     return tvm.runtime.ShapeTuple([int(v) for v in arrays[name].ravel()])
                 if ty["values"] is None:
                     raise InputError(f"input {name}: its length is unknown; give it in --inputs")
-                return tvm.runtime.ShapeTuple([_evaluate(v, sizes) for v in ty["values"]])
+                return tvm.runtime.ShapeTuple([evaluate(v, sizes) for v in ty["values"]])
             if kind == "number":
                 if name in arrays:
                     return arrays[name].item()
@@ -249,7 +249,7 @@ class Signature:
                 return _checked(name, arrays[name], ty, sizes)
             if ty["shape"] is None:
                 raise InputError(f"input {name}: its shape is unknown; give it in --inputs")
-            shape = tuple(_evaluate(v, sizes) for v in ty["shape"])
+            shape = tuple(evaluate(v, sizes) for v in ty["shape"])
             return random_array(shape, ty["dtype"], rng)
 
         return [make(p["name"], p["type"]) for p in self.record["params"]]
@@ -266,7 +266,7 @@ def _checked(
     if str(array.dtype) != dtype:
         raise InputError(f"input {name} is {array.dtype}, expected {dtype}")
     if ty["shape"] is not None:
-        shape = tuple(_evaluate(v, sizes) for v in ty["shape"])
+        shape = tuple(evaluate(v, sizes) for v in ty["shape"])
         if array.shape != shape:
             raise InputError(f"input {name} has shape {array.shape}, expected {shape}")
     return np.ascontiguousarray(array)

@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "make_pipeline",
     "parse_sizes",
+    "prepare_folder",
     "set_threads",
     "show_warnings_as_lines",
     "write_text",
@@ -238,13 +239,28 @@ def set_threads(count: int | None) -> None:
     os.environ["TVM_NUM_THREADS"] = str(count)
 
 
+def prepare_folder(path: str | Path, option: str) -> Path:
+    """Make sure that a folder can be written to, before work starts; say so if it is new."""
+    folder = Path(path)
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{option} {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{option} {folder}: the folder cannot be written to")
+    if new:
+        print(f"relax-llm-passes: created the folder {folder}", file=sys.stderr)
+    return folder
+
+
 def write_text(path: str, text: str) -> None:
     """Write a file ("-" is stdout), with its folder; one clear error when that fails."""
     if path == "-":
         print(text)
         return
+    prepare_folder(Path(path).parent, f"cannot write {path}:")
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text if text.endswith("\n") else text + "\n")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

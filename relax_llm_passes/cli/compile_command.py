@@ -18,6 +18,7 @@ from .common import (
     load,
     make_pipeline,
     one_line,
+    prepare_folder,
     write_text,
 )
 
@@ -39,6 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="compile only this function; may be given several times",
+    )
+    parser.add_argument(
+        "--kv-cache",
+        type=int,
+        metavar="ROWS",
+        help="keep keys and values of a decode function in caches of this many rows (prompt and "
+        "generated tokens), written in place: a library that `run --generate` drives",
+    )
+    parser.add_argument(
+        "--prefill",
+        metavar="FILE",
+        help="the model's function that takes the whole prompt, from a file of its own",
     )
     add_pipeline_arguments(parser)
     parser.add_argument(
@@ -84,20 +97,32 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output or f"{Path(args.file).stem or 'module'}.so")
     if output.suffix not in (".so", ".tar"):
         raise InputError(f"--output {output}: expected a name that ends in .so or .tar")
-    dump = prepare_folder(args.dump_ir, "--dump-ir") if args.dump_ir else None
-    prepare_folder(output.parent, "--output")
+    if args.kv_cache is not None and args.kv_cache < 1:
+        raise InputError(f"--kv-cache {args.kv_cache}: expected at least 1")
     import tvm
 
+    from ..generation_record import generation_record
     from ..module_io import public_functions
 
     with Progress() as progress:
         # Options first: a mistyped pass should not wait for a large file to be read.
-        pipeline = make_pipeline(args, progress, dump_dir=dump)
+        pipeline = make_pipeline(args, progress)
         target = pipeline.target
         progress(f"reading {args.file}")
         mod = select_functions(load(args.file).mod, args.function, args.file)
+        if args.prefill:
+            progress(f"reading {args.prefill}")
+            mod = with_prefill(mod, load(args.prefill).mod)
+        caches = None
+        if args.kv_cache is not None:
+            mod, caches = with_caches(mod, args.kv_cache, args.file)
         functions = public_functions(mod)
+        generation = generation_record(mod)
         check_tools(target, output)
+        # Now that the input is good, and before minutes of work.
+        prepare_folder(output.parent, "--output")
+        if args.dump_ir:
+            pipeline.dump_dir = prepare_folder(args.dump_ir, "--dump-ir")
         start = time.perf_counter()
         try:
             with tvm.transform.PassContext(opt_level=args.opt_level):
@@ -114,9 +139,15 @@ def run(args: argparse.Namespace) -> int:
         export(executable, output, pipeline)
     from ..signature import write_sidecar
 
-    kinds = {"libraries": list(pipeline.libraries)} if pipeline.libraries else {}
-    write_sidecar(output, functions, target, **kinds)
+    more: dict[str, Any] = {}
+    if pipeline.libraries:
+        more["libraries"] = list(pipeline.libraries)
+    if generation:
+        more["generation"] = generation
+    write_sidecar(output, functions, target, **more)
     finish = time.perf_counter()
+    if caches is not None:
+        pipeline.report.passes.insert(0, caches)
     if args.print_pass_times:
         print(pass_times(pipeline.report, middle - start, built - middle, finish - built))
     if args.report:
@@ -128,19 +159,49 @@ def run(args: argparse.Namespace) -> int:
         f"{finish - start:.1f} s"
     )
     print_matches(pipeline.report)
+    if generation:
+        print(f"  generates: relax-llm-passes run {output} --generate 64 --prompt-ids 1,2,3")
     return 0
 
 
-def prepare_folder(path: str | Path, option: str) -> Path:
-    """Make sure that a folder can be written to, before work starts."""
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{option} {folder}: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {folder}: the folder cannot be written to")
-    return folder
+def with_prefill(mod: Any, prefill: Any) -> Any:
+    """Return one module with the functions of both files, as decode and prefill."""
+    from ..merging import merge_modules
+    from ..module_io import public_functions
+
+    names = [next(iter(public_functions(m)), "") for m in (mod, prefill)]
+    if names[0] == names[1]:
+        names = ["decode", "prefill"]
+    return merge_modules(dict(zip(names, (mod, prefill), strict=True)))
+
+
+def with_caches(mod: Any, rows: int, path: str) -> tuple[Any, Any]:
+    """Return the module with its caches updated in place, and what the pass recorded.
+
+    Functions that have such a twin are left out: nothing calls them.
+    """
+    from tvm import relax
+
+    from .. import report
+    from ..fusion.inplace_kv_cache import InplaceKVCache
+    from ..fusion.inplace_twin import CREATES_ATTR, SOURCE_ATTR
+    from ..module_io import public_functions
+
+    with report.collect() as found:
+        mod = InplaceKVCache(max_length=rows)(mod)
+    functions = public_functions(mod)
+    made = {n: f.attrs for n, f in functions.items() if f.attrs and SOURCE_ATTR in f.attrs}
+    (record,) = found.passes
+    if not any(CREATES_ATTR in attrs for attrs in made.values()):
+        why = "; ".join(str(r) for r in record.refusals) or "no function appends to a cache"
+        raise InputError(f"--kv-cache: {path} has no caches to keep: {why}")
+    sources = {str(attrs[SOURCE_ATTR]) for attrs in made.values()}
+    kept = mod.clone()
+    for gvar in list(kept.functions):
+        if gvar.name_hint in sources:
+            kept[gvar] = kept[gvar].without_attr("global_symbol")
+    names = [n for n in functions if n not in sources]
+    return relax.transform.DeadCodeElimination(names)(kept), record
 
 
 def check_tools(target: Any, output: Path) -> None:
@@ -180,11 +241,15 @@ def use_cuda_compiler() -> None:
 
 
 def export(executable: Any, output: Path, pipeline: Any) -> None:
-    """Write the library."""
+    """Write the library: under another name first, so that no half of one is left behind."""
+    part = output.with_name(f".{output.stem}.{os.getpid()}{output.suffix}")
     try:
-        executable.export_library(str(output), **link_options(pipeline))
+        executable.export_library(str(part), **link_options(pipeline))
+        os.replace(part, output)
     except Exception as error:
         raise CompileFailure(f"{output} cannot be linked: {one_line(error)}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def link_options(pipeline: Any) -> dict[str, Any]:

@@ -7,11 +7,16 @@ before (copies every cache each token)              after, beside it
         return logits, k_all, ...                           k_all = full[:, :, :p+S]
                                                             ... k_all ...; return logits, full, ...
                                                         main_create_cache() -> zeros (B,H,M,D), ...
+    prefill(ids, w) -> logits, k (B,H,n,D), ...         prefill_inplace(ids, cache_k, .., length, w)
 
 The slice costs nothing where attention is fused: the recogniser reads through it, so the kernel
 reads the cache itself up to the length. Without such a kernel it is a copy, as the concat was.
 Sizes, positions and masks of the graph are computed from `p` as before; only where `p` comes from
 changes. Rows from the length on are never read, so caches can be reused without clearing.
+
+S may be symbolic: then the same function takes a prompt, or the next part of one, at any length.
+Where it is one token, the prompt needs a function of its own, that computes keys and values of all
+its tokens; see `inplace_prefill.py`. `relax_llm_passes.generation` drives these functions.
 
 Refused, with the reason: caches that something else reads, that are not returned as they are, and
 caches of one function that do not share one length.
@@ -19,29 +24,32 @@ caches of one function that do not share one length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
 from tvm.ir import PrimType, Var
-from tvm.s_tir import renew_defs
-from tvm.script.ir_builder import IRBuilder
-from tvm.script.ir_builder import tirx as T
 
-from ..cloning import Clone, map_prim, new_seq, set_type
+from ..cloning import Clone, map_prim, set_type
 from ..dataflow import FunctionView, is_var
 from ..errors import InputError
+from ..kernels.cache_rows import write_rows
 from ..kernels.scalar_expr import depends_on, i64
 from ..registry import PassRun, register_pass
 from ..report import Refusal
+from .inplace_prefill import CacheRows, CacheSpec, find_prefill, prefill_function, result_leaves
+from .inplace_twin import (
+    AXIS_ATTR,
+    CACHES_ATTR,
+    CREATES_ATTR,
+    KIND,
+    SOURCE_ATTR,
+    build_twin,
+    with_bounds,
+)
 
 __all__ = ["InplaceKVCache", "InplaceKVCacheOptions"]
-
-KIND = "inplace_kv_cache"
-SOURCE_ATTR = "relax_llm.inplace_of"
-_FULL = "InplaceKVCache: the cache is full: length and new rows exceed max_length"
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,20 @@ class _Append:
 
 @register_pass("InplaceKVCache", stage="clean", options=InplaceKVCacheOptions, fuses=True)
 def InplaceKVCache(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
-    """Add `<name>_inplace` and `<name>_create_cache` for each function that appends to its caches.
+    """Add functions that keep keys and values in caches of fixed capacity.
 
-    `<name>_inplace` takes caches of `max_length` rows where `<name>` takes the past ones, and
-    after the last of them `length: R.Shape([p])`, the rows in use. It writes the new rows in place
-    and returns what `<name>` does, with the whole caches (the arguments themselves) in the place
-    of the longer ones. `<name>_create_cache` returns zeroed caches, in that order; where they have
-    other symbolic sizes (the batch), it takes those as one `R.Shape`. `<name>` stays.
+    For each function that appends to its caches: `<name>_inplace` takes caches of `max_length`
+    rows where `<name>` takes the past ones, and after the last of them `length: R.Shape([p])`, the
+    rows in use. It writes the new rows in place and returns what `<name>` does, with the whole
+    caches (the arguments themselves) in the place of the longer ones. `<name>_create_cache`
+    returns zeroed caches, in that order; where they have other symbolic sizes (the batch), it takes
+    those as one `R.Shape`.
+
+    For each other function whose last results are rows of these caches (a prefill):
+    `<name>_inplace` takes the caches and the length, which must be 0, behind its inputs.
+
+    The functions themselves stay. At run time, rows that do not fit are a ValueError, raised before
+    a cache is written.
 
     Raises
     ------
@@ -92,8 +107,9 @@ def InplaceKVCache(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
         for func in mod.functions.values()
         if isinstance(func, relax.Function) and func.attrs and SOURCE_ATTR in func.attrs
     }
-    names = {gvar.name_hint for gvar in mod.functions}
-    result = None
+    add = _Additions(mod, run)
+    rest: list[tuple[FunctionView, Refusal]] = []
+    caches: list[CacheSpec] = []
     for gvar, func in mod.functions.items():
         name = gvar.name_hint
         if not _is_entry(func) or name in done or SOURCE_ATTR in (func.attrs or {}):
@@ -101,7 +117,7 @@ def InplaceKVCache(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
         view = FunctionView(mod, gvar)
         found = _find_appends(view)
         if isinstance(found, Refusal):
-            run.record.refuse(found)
+            rest.append((view, found))
             continue
         limit = _limit(func, found[0])
         if limit is not None and capacity > limit:
@@ -110,22 +126,54 @@ def InplaceKVCache(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
                 KIND, name, found[0].out.name,
             )  # fmt: skip
             continue
-        for wanted in (f"{name}_inplace", f"{name}_create_cache"):
-            if wanted in names:
+        builder = add.builder(name, f"{name}_inplace", f"{name}_create_cache")
+        builder.add_func(_inplace_function(view, found, capacity, builder, name), f"{name}_inplace")
+        builder.add_func(_create_function(found, capacity, name), f"{name}_create_cache")
+        add.finish(builder, name, len(found))
+        caches.append(_spec(view, found, name, capacity))
+    for view, reason in rest:
+        rows = find_prefill(view, caches)
+        if rows is None:
+            run.record.refuse(reason)
+        elif isinstance(rows, Refusal):
+            run.record.refuse(rows)
+        else:
+            builder = add.builder(view.name, f"{view.name}_inplace")
+            twin = prefill_function(view, rows, builder)
+            builder.add_func(twin, f"{view.name}_inplace")
+            add.finish(builder, view.name, len(rows.leaves))
+    return add.module()
+
+
+class _Additions:
+    """The module with the functions added so far; each addition is recorded as a match."""
+
+    def __init__(self, mod: tvm.IRModule, run: PassRun) -> None:
+        self._mod = mod
+        self._result = mod
+        self._run = run
+
+    def builder(self, name: str, *wanted: str) -> relax.BlockBuilder:
+        """Return a builder to add functions of these names with."""
+        taken = {gvar.name_hint for gvar in self._mod.functions}
+        for each in wanted:
+            if each in taken:
                 raise InputError(
-                    f"InplaceKVCache would add function {wanted!r}, which the module has already: "
+                    f"InplaceKVCache would add function {each!r}, which the module has already: "
                     "rename it"
                 )
-        builder = relax.BlockBuilder(mod if result is None else result)
-        twin = _inplace_function(view, found, capacity, builder, name)
-        builder.add_func(twin, f"{name}_inplace")
-        create = _create_function(found, capacity, name)
-        builder.add_func(create, f"{name}_create_cache")
-        result = builder.get()
-        run.record.match(KIND, len(found), name)
-    if result is None:
-        return mod
-    return result.with_attrs(dict(mod.attrs)) if mod.attrs else result
+        return relax.BlockBuilder(self._result)
+
+    def finish(self, builder: relax.BlockBuilder, name: str, count: int) -> None:
+        """Take over what was added for a function with this many caches."""
+        self._result = builder.get()
+        self._run.record.match(KIND, count, name)
+
+    def module(self) -> tvm.IRModule:
+        """Return the module, with the attributes it had."""
+        if self._result is self._mod or not self._mod.attrs:
+            return self._result
+        return self._result.with_attrs(dict(self._mod.attrs))
 
 
 def _is_entry(func: Any) -> bool:
@@ -215,53 +263,26 @@ def _mentions(dim: Any, var: Any) -> bool:
     return depends_on(i64(dim), var)
 
 
+def _spec(view: FunctionView, appends: list[_Append], name: str, capacity: int) -> CacheSpec:
+    """Return which results of a function are its caches, and their shapes."""
+    leaves = result_leaves(view)
+    rows = [
+        CacheRows(
+            from_end=len(leaves) - next(i for i, v in enumerate(leaves) if v.same_as(a.out)),
+            shape=tuple(a.past.ty.shape.values),
+            dtype=str(a.past.ty.dtype),
+            axis=a.axis,
+        )
+        for a in appends
+    ]
+    first = min(i for i, p in enumerate(view.function.params) if p.same_as(appends[0].past))
+    return CacheSpec(name, capacity, rows, first)
+
+
 def _full_shape(append: _Append, capacity: int) -> list[Any]:
     shape = list(append.past.ty.shape.values)
     shape[append.axis] = tirx.IntImm("int64", capacity)
     return shape
-
-
-def _write_rows(cache: Sequence[Any], rows: Sequence[Any], axis: int, dtype: str) -> Any:
-    """Return a PrimFunc that writes `rows` into `cache` from row `length` on.
-
-    Parameters of the PrimFunc: cache (in and out), rows, length (int64).
-    """
-    # Sizes of its own: one PrimFunc serves every layer with the same shapes.
-    own: dict[Any, Any] = {}
-
-    def size(dim: Any) -> Any:
-        if isinstance(dim, tirx.IntImm):
-            return dim
-        for known, var in own.items():
-            if tvm.sym.Analyzer().can_prove_equal(known, dim):
-                return var
-        own[dim] = tirx.Var(f"n{len(own)}", "int64")
-        return own[dim]
-
-    to = tirx.decl_buffer([size(d) for d in cache], dtype, name="cache")
-    source = tirx.decl_buffer([size(d) for d in rows], dtype, name="rows")
-    length = tirx.Var("length", "int64")
-    capacity = to.shape[axis]
-    with IRBuilder() as builder, T.prim_func(s_tir=True):
-        T.func_name("write_rows")
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8})
-        T.arg("cache", to)
-        T.arg("rows", source)
-        T.arg("length", length)
-        # Before any row is written or read: the attention would go on behind the cache.
-        fits = length + source.shape[axis] <= capacity
-        with T.Assert(tirx.And(length >= i64(0), fits), _FULL, "ValueError"):
-            pass
-        with T.grid(*source.shape) as loops, T.sblock("write_rows"):
-            index = [
-                T.axis.spatial(extent, loop)
-                for extent, loop in zip(source.shape, loops, strict=True)
-            ]
-            place = [i + length if a == axis else i for a, i in enumerate(index)]
-            T.reads(source[tuple(index)])
-            T.writes(to[tuple(place)])
-            T.buffer_store(to, source[tuple(index)], place)
-    return builder.get()
 
 
 def _inplace_function(
@@ -289,40 +310,28 @@ def _inplace_function(
             params.append(relax.Var("length", relax.ShapeType([length])))
     outs = {a.out: a for a in appends}
     full: dict[Any, Any] = {}
-    leaves = set(view.result_vars())
-    final = len(func.body.blocks) - 1
-    blocks: list[list[Any]] = []
-    for place, block in enumerate(func.body.blocks):
-        bindings: list[Any] = []
-        for binding in block.bindings:
-            append = outs.get(binding.var)
-            if append is not None:
-                bindings += _write_and_view(append, clone, caches, length, builder, full,
-                                            leaves_block=place != final)  # fmt: skip
-            elif view.resolve(binding.var) in pasts or binding.var.same_as(func.body.body):
-                continue  # another name of a past cache; the result, which is built anew
-            elif place != final and binding.var in leaves:
-                bindings.append(_visible(clone, binding))
-            else:
-                bindings.append(clone.binding(binding))
-        blocks.append(bindings)
-    result = _result(view, clone, full)
-    gv = relax.Var("gv", result.ty)
-    blocks[final].append(relax.VarBinding(gv, result))
-    kinds = [type(b) for b in func.body.blocks]
-    body = new_seq([kind(b) for kind, b in zip(kinds, blocks, strict=True)], gv)
-    made = relax.Function(params, body, result.ty, func.is_pure, func.attrs)
-    return _with_attrs(made, func, last, str(length.name), appends[0], capacity, name)
 
+    def replace(binding: Any, leaves_block: bool) -> list[Any] | None:
+        append = outs.get(binding.var)
+        if append is not None:
+            return _write_and_view(append, clone, caches, length, builder, full, leaves_block)
+        # Another name of a past cache.
+        return [] if view.resolve(binding.var) in pasts else None
 
-def _visible(clone: Clone, binding: Any) -> Any:
-    """Copy a binding so that its variable is seen behind its dataflow block."""
-    value = clone.expr(binding.value)
-    if isinstance(binding, relax.MatchCast):
-        clone.define(binding.ty)
-        ty = clone.type(binding.ty)
-        return relax.MatchCast(clone.var(binding.var, False), value, ty)
-    return relax.VarBinding(clone.var(binding.var, False), value)
+    made = build_twin(view, clone, params, full, replace)
+    made = made.with_attr("global_symbol", f"{name}_inplace").with_attr(SOURCE_ATTR, name)
+    held = [caches[a.past] for a in appends]
+    places = [next(i for i, p in enumerate(params) if p.same_as(c)) for c in held]
+    made = made.with_attr(CACHES_ATTR, places)
+    rows = appends[0].rows
+    fixed = isinstance(rows, (int, tirx.IntImm))
+    limit = max(capacity - int(rows), 0) if fixed else capacity
+    # A cache may be empty, whatever lengths the graph was traced with.
+    made = with_bounds(made, func.attrs or {}, {str(length.name): limit}, {str(length.name)})
+    attrs = func.attrs or {}
+    if "num_input" in attrs and last < int(attrs["num_input"]):
+        made = made.with_attr("num_input", int(attrs["num_input"]) + 1)
+    return made
 
 
 def _write_and_view(
@@ -337,8 +346,8 @@ def _write_and_view(
     """Return the bindings that write the new rows and view the rows in use."""
     cache, rows = caches[append.past], clone.expr(append.new)
     ty = cache.ty
-    prim = _write_rows(ty.shape.values, rows.ty.shape.values, append.axis, str(ty.dtype))
-    gvar = builder.add_func(renew_defs(prim), "write_rows")
+    prim = write_rows(ty.shape.values, rows.ty.shape.values, append.axis, str(ty.dtype))
+    gvar = builder.add_func(prim, "write_rows")
     kind = relax.DataflowVar if isinstance(append.out, relax.DataflowVar) else relax.Var
     name = append.out.name
     full[append.out] = (relax.Var if leaves_block else kind)(f"{name}_cache", ty)
@@ -350,47 +359,6 @@ def _write_and_view(
         relax.VarBinding(full[append.out], set_type(write, ty)),
         relax.VarBinding(clone.var(append.out), view),
     ]
-
-
-def _result(view: FunctionView, clone: Clone, full: dict[Any, Any]) -> Any:
-    """Return the function's result with the whole caches in the place of the longer ones."""
-
-    def build(expr: Any) -> Any:
-        expr = view.resolve(expr)
-        if expr in full:
-            return full[expr]
-        fields = view.fields(expr)
-        if fields is None:
-            return clone.expr(expr)
-        made = [build(f) for f in fields]
-        return set_type(relax.Tuple(made), relax.TupleType([f.ty for f in made]))
-
-    return build(view.function.body.body)
-
-
-def _with_attrs(
-    made: relax.Function,
-    func: relax.Function,
-    last: int,
-    length: str,
-    append: _Append,
-    capacity: int,
-    name: str,
-) -> relax.Function:
-    """Adapt what the attributes say of parameters and of the length."""
-    attrs = func.attrs or {}
-    made = made.with_attr("global_symbol", f"{name}_inplace").with_attr(SOURCE_ATTR, name)
-    if "num_input" in attrs and last < int(attrs["num_input"]):
-        made = made.with_attr("num_input", int(attrs["num_input"]) + 1)
-    if isinstance(append.rows, (int, tirx.IntImm)):
-        upper = dict(attrs["tir_var_upper_bound"]) if "tir_var_upper_bound" in attrs else {}
-        upper[length] = max(capacity - int(append.rows), 0)
-        made = made.with_attr("tir_var_upper_bound", upper)
-    if "tir_var_lower_bound" in attrs:
-        # A cache may be empty, whatever lengths the graph was traced with.
-        lower = {k: v for k, v in dict(attrs["tir_var_lower_bound"]).items() if str(k) != length}
-        made = made.with_attr("tir_var_lower_bound", lower)
-    return made
 
 
 def _create_function(appends: list[_Append], capacity: int, name: str) -> relax.Function:
@@ -412,4 +380,5 @@ def _create_function(appends: list[_Append], capacity: int, name: str) -> relax.
             gv = builder.emit_output(relax.Tuple(made))
         builder.emit_func_output(gv)
     func = builder.get()["create_cache"]
-    return func.with_attr("global_symbol", f"{name}_create_cache").with_attr(SOURCE_ATTR, name)
+    func = func.with_attr("global_symbol", f"{name}_create_cache").with_attr(SOURCE_ATTR, name)
+    return func.with_attr(CREATES_ATTR, len(appends)).with_attr(AXIS_ATTR, appends[0].axis)

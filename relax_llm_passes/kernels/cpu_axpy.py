@@ -88,38 +88,36 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
 
 
 def emit_axpy_panels(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
-    """Emit the same for a weight packed as (N / columns, K, columns)."""
+    """Emit the same for a weight packed as (N / columns, K, columns), some panels at a time."""
     n, k, lanes, columns = spec.n, spec.k, tiles.lanes, tiles.columns
-    streams = max(1, 8 // tiles.vectors)
+    panels = -(-n // columns)
+    together = max(1, min(tiles.streams // tiles.vectors, panels // max(1, tiles.cores)))
     rhs = buffers["rhs"]
 
-    def step(acc: Any, start: Any, row: Any, stream: int) -> None:
-        x = let(load(lhs, row))
-        for q in range(tiles.vectors):
-            slot = (stream * tiles.vectors + q) * lanes
-            weight = load(rhs, start + row * columns + q * lanes, lanes)
-            store(acc, load(acc, slot, lanes) + splat(x, lanes) * weight, slot, lanes)
-
-    with tasks(i64(ceil_div(n, columns)), n * k) as panel:
-        acc = local(streams * columns)
-        for slot in range(streams * tiles.vectors):
+    with tasks(i64(ceil_div(panels, together)), n * k) as group:
+        acc = local(together * columns)
+        for slot in range(together * tiles.vectors):
             store(acc, splat(0.0, lanes), slot * lanes, lanes)
-        start = let(panel * (k * columns))
-        if k >= streams:
-            with T.serial(i64(0), i64(k // streams)) as ko:
-                for s in range(streams):
-                    step(acc, start, let(ko * streams + s), s)
-        if k % streams:
-            with T.serial(i64(0), i64(k % streams)) as ki:
-                step(acc, start, let(ki + k // streams * streams), 0)
-        for q in range(tiles.vectors):
-            total = load(acc, q * lanes, lanes)
-            for s in range(1, streams):
-                total = total + load(acc, (s * tiles.vectors + q) * lanes, lanes)
-            column = let(panel * columns + q * lanes)
-            if n % columns:
-                with T.If(column < n):
-                    with T.Then():
-                        emit_finish_tail(spec, buffers, let(total), i64(0), column, lanes)
-            else:
-                emit_finish_tail(spec, buffers, let(total), i64(0), column, lanes)
+        first, starts = let(group * together), []
+        for p in range(together):
+            panel = first + p
+            if panels % together:
+                panel = tirx.min(panel, i64(panels - 1))
+            starts.append(let(panel * (k * columns)))
+        with T.serial(i64(0), i64(k)) as row:
+            x = let(load(lhs, row))
+            for p, start in enumerate(starts):
+                for q in range(tiles.vectors):
+                    slot = (p * tiles.vectors + q) * lanes
+                    weight = load(rhs, start + row * columns + q * lanes, lanes)
+                    store(acc, load(acc, slot, lanes) + splat(x, lanes) * weight, slot, lanes)
+        spare = local(together * columns)
+        for slot in range(together * tiles.vectors):
+            store(spare, load(acc, slot * lanes, lanes), slot * lanes, lanes)
+        vectors = tirx.min(
+            i64(together * tiles.vectors), i64(-(-n // lanes)) - first * tiles.vectors
+        )
+        with T.serial(i64(0), vectors) as v:
+            column = let(first * columns + v * lanes)
+            value = let(load(spare, v * lanes, lanes))
+            emit_finish_tail(spec, buffers, value, i64(0), column, lanes)

@@ -27,6 +27,7 @@ __all__ = [
     "let",
     "load",
     "local",
+    "prefetch",
     "splat",
     "store",
     "workspace",
@@ -82,6 +83,13 @@ def store(buffer: Any, value: Any, index: Any, lanes: int = 1) -> None:
     """Store a vector to a flat buffer, converted to the buffer's type."""
     at = tirx.Ramp(i64(index), i64(1), lanes) if lanes > 1 else i64(index)
     T.buffer_store(buffer, cast(value, str(buffer.dtype), lanes), [at])
+
+
+def prefetch(buffer: Any, index: Any) -> None:
+    """Ask for the cache line of an element to be read later; the index may lie outside."""
+    address = tirx.address_of(tirx.BufferLoad(buffer, [i64(index)]))
+    read, keep_it, data = (tirx.const(value, "int32") for value in (0, 3, 1))
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", address, read, keep_it, data))
 
 
 def let(value: Any) -> Any:

@@ -68,7 +68,8 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
     elif spec.layout == "KN":
         emit_axpy(spec, tiles, buffers, lhs)
     else:
-        columns = min(tiles.streams, tiles.lanes)
+        # Fewer streams where a core would go without work.
+        columns = max(1, min(tiles.streams, spec.n // (tiles.lanes * tiles.cores)))
         streams = tiles.streams // columns
         emit_dot_rows(spec, tiles, buffers, lhs, 1, rows=1, columns=columns, streams=streams)
 

@@ -100,11 +100,11 @@ def emit_dot_rows(
         for r in range(rows):
             row = i64(0) if single else tirx.min(block * rows + r, m - 1)
             left.append(let(row * k))
-        with T.serial(i64(0), i64(lanes // columns)) as part:
+        with T.serial(i64(0), i64(lanes)) as part:
             right = []
             for c in range(columns):
-                column = group * lanes + part * columns + c
-                if n % lanes:
+                column = group * (lanes * columns) + c * lanes + part
+                if n % (lanes * columns):
                     column = tirx.min(column, i64(n - 1))
                 right.append(let(column))
             acc = local(rows * columns * streams * lanes)
@@ -123,23 +123,27 @@ def emit_dot_rows(
                     total = load(acc, slot, lanes)
                     for s in range(1, streams):
                         total = total + load(acc, slot + s * lanes, lanes)
-                    store(sums, total, let((part * columns + c + r * lanes) * lanes), lanes)
+                    store(sums, total, let(((r * columns + c) * lanes + part) * lanes), lanes)
             if k % lanes:
                 with T.serial(i64(0), i64(k % lanes)) as ki:
                     at = let(ki + k // lanes * lanes)
                     for r in range(rows):
                         for c in range(columns):
-                            slot = let((part * columns + c + r * lanes) * lanes)
+                            slot = let(((r * columns + c) * lanes + part) * lanes)
                             product = load(lhs, left[r] + at) * read(right[c], at, 1)
                             store(sums, load(sums, slot) + product, slot)
 
     def finish(row: Any, group: Any, sums: Any, r: Any) -> None:
-        total = add_lanes([load(sums, (r * lanes + j) * lanes, lanes) for j in range(lanes)], lanes)
-        emit_finish_tail(spec, buffers, total, let(row * n), let(group * lanes), lanes)
+        first = let(group * (lanes * columns))
+        vectors = tirx.min(i64(columns), i64(ceil_div(n, lanes)) - group * columns)
+        with T.serial(i64(0), vectors) as c:
+            at = let((r * columns + c) * (lanes * lanes))
+            total = add_lanes([load(sums, at + j * lanes, lanes) for j in range(lanes)], lanes)
+            emit_finish_tail(spec, buffers, total, let(row * n), let(first + c * lanes), lanes)
 
     work = m * n * k if isinstance(m, int) else None
-    with tasks(i64(ceil_div(n, lanes)), work) as group:
-        sums = local(rows * lanes * lanes)
+    with tasks(i64(ceil_div(n, lanes * columns)), work) as group:
+        sums = local(rows * columns * lanes * lanes)
         if single:
             tile(i64(0), group, sums)
             finish(i64(0), group, sums, i64(0))

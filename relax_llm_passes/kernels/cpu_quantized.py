@@ -17,7 +17,19 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, add_lanes, ceil_div, i64, let, load, local, splat, store, workspace
+from .cpu_build import (
+    T,
+    add_lanes,
+    ceil_div,
+    i64,
+    let,
+    load,
+    local,
+    prefetch,
+    splat,
+    store,
+    workspace,
+)
 from .cpu_gemv import emit_finish_tail
 from .cpu_quantized_int import integer_step
 from .cpu_spec import GemmSpec, QuantSpec
@@ -28,6 +40,10 @@ __all__ = ["emit_quantised_gemv"]
 
 # Emits acc += one row's products over a step of words: (acc, row, first word).
 Step = Callable[[Any, Any, Any], None]
+
+# A step is too many instructions for the core to look far ahead, so that words are asked for this
+# many bytes before they are used: 1.3 times the speed of int4 on Zen 3, the same from 1.5 to 3 KiB.
+_PREFETCH_BYTES, _LINE_BYTES, _WORD_BYTES = 2048, 64, 4
 
 
 def _arrange(quant: QuantSpec, lanes: int, lhs: Any, words: int) -> tuple[Any, Any]:
@@ -83,7 +99,11 @@ def emit_quantised_gemv(
             store(acc, splat(0.0, lanes), 0, lanes)
             if step is not None:
                 with T.serial(i64(0), i64(steps)) as i:
-                    step(acc, row, let(i * step_words))
+                    at = let(i * step_words)
+                    ahead = row * (-(-k // per)) + at + _PREFETCH_BYTES // _WORD_BYTES
+                    for line in range(0, step_words, _LINE_BYTES // _WORD_BYTES):
+                        prefetch(buffers["rhs_packed"], ahead + line)
+                    step(acc, row, at)
             if k - done >= lanes:
                 with T.serial(i64(0), i64((k - done) // lanes)) as i:
                     at = let(i * lanes + done)

@@ -26,9 +26,9 @@ class CpuTiles:
         Inner-product tile of a skinny product: rows of the left operand times rows of an (N, K)
         weight.
     streams : int
-        Sums of a matrix-vector product that are open at a time, of as many rows of the weight as
-        the vector has lanes, at most this many. Hides the latency of an add, and several rows
-        reach up to 1.4 times the bandwidth of one (measured on Zen 3).
+        Sums of a matrix-vector product that are open at a time, each of another row of the
+        weight. Hides the latency of an add, and several streams reach up to 1.5 times the bandwidth
+        of one (measured on Zen 3).
     cores : int
         Threads to cut work for.
     dot16 : str
@@ -68,8 +68,8 @@ def cpu_tiles(target: tvm.target.Target) -> CpuTiles:
         lanes=lanes,
         rows=rows,
         vectors=vectors,
-        dot_rows=4,
-        dot_columns=4 if many else 2,
+        dot_rows=4 if many else 2,
+        dot_columns=4,
         streams=8,
         cores=num_threads(target),
         dot16=_dot16(target, lanes),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
@@ -23,13 +24,14 @@ LABELS = {
 }
 
 
-def _upstream(outcome: dict[str, str]) -> str:
+def _upstream(outcome: dict[str, Any]) -> str:
+    known = {pipeline: outcome[pipeline] for pipeline in LABELS if pipeline in outcome}
     bad = [
         f"{LABELS[pipeline]}: {text.replace('|', '/').replace('<', '&lt;')[:110]}"
-        for pipeline, text in sorted(outcome.items())
+        for pipeline, text in known.items()
         if text != "ok"
     ]
-    return "<br>".join(bad) if bad else ("none" if outcome else "not run")
+    return "<br>".join(bad) if bad else ("none" if known else "not run")
 
 
 def table() -> str:

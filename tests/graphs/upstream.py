@@ -1,16 +1,21 @@
 """What stock TVM makes of each graph: compile, run and compare, in processes of their own.
 
-    python tests/graphs/upstream.py [--only NAME ...] [--jobs N]      # writes upstream.json
+    python tests/graphs/upstream.py [--only NAME ...] [--jobs N] [--missing]  # writes upstream.json
 
 Three pipelines: ``tvm.compile`` as it comes for llvm, ``relax.get_default_pipeline`` for llvm, and
-the same for cuda (sm_80, compiled only). README.md takes its last column from the result.
+the same for cuda (sm_80, compiled only). The default pipelines' kernel launches are recorded too:
+`relax-llm-passes check --corpus` takes both from here, as they are of one version of TVM and cost
+more than everything that it checks. README.md takes its last column from the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.metadata
 import json
+import resource
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +28,9 @@ sys.path.insert(0, str(HERE.parent.parent))
 from relax_llm_passes import corpus  # noqa: E402
 
 PIPELINES = ("llvm", "llvm_default", "cuda_default")
-TIMEOUT = 240
+COUNTED = ("llvm_default", "cuda_default")
+# Seconds of processor time: a busy machine must not make a graph look slow.
+TIMEOUT = 600
 
 
 def _flat(value: Any) -> list[Any]:
@@ -33,9 +40,14 @@ def _flat(value: Any) -> list[Any]:
 
 
 def run_stock(graph: corpus.Graph, pipeline: str) -> str:
-    """Compile with stock TVM; for llvm also run and compare. Returns "ok" or what went wrong."""
+    """Compile with stock TVM; for llvm also run and compare. Returns "ok" or what went wrong.
+
+    Prints the launches of the graph's function as soon as the pipeline has been through.
+    """
     import tvm
     from tvm import relax
+
+    from relax_llm_passes.launches import LaunchCounter
 
     if pipeline.startswith("cuda"):
         target = tvm.target.Target(
@@ -53,10 +65,12 @@ def run_stock(graph: corpus.Graph, pipeline: str) -> str:
     if pipeline == "llvm":
         compiled = tvm.compile(graph.mod, target)
     else:
-        with target:
+        counter = LaunchCounter(target)
+        with target, tvm.transform.PassContext(instruments=[counter]):
             compiled = tvm.compile(
                 graph.mod, target, relax_pipeline=relax.get_default_pipeline(target)
             )
+        print(f"LAUNCHES {pipeline} {counter.launches[graph.function]}", flush=True)
     if pipeline.startswith("cuda"):
         return "ok"
     machine = relax.VirtualMachine(compiled, tvm.cpu())
@@ -78,6 +92,7 @@ def _reason(text: str) -> str:
 
 
 def _child(name: str, pipelines: list[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (TIMEOUT, TIMEOUT + 5))
     graph = corpus.load(name, HERE)
     for pipeline in pipelines:
         print(f"BEGIN {pipeline}", flush=True)
@@ -88,32 +103,44 @@ def _child(name: str, pipelines: list[str]) -> None:
         print(f"RESULT {pipeline} {outcome}", flush=True)
 
 
-def _isolated(job: tuple[str, list[str]]) -> tuple[str, dict[str, str]]:
+def _isolated(job: tuple[str, list[str]]) -> tuple[str, dict[str, str], dict[str, int]]:
     """All pipelines of one graph in one process; a new one for the rest when it dies."""
     name, waiting = job[0], list(job[1])
     found: dict[str, str] = {}
+    launches: dict[str, int] = {}
     while waiting:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", name, *waiting]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT, check=False
-            )
-            output, died = done.stdout, f"process dies (signal {-done.returncode})"
-            if done.returncode > 0:
-                died = _reason(done.stderr)
-        except subprocess.TimeoutExpired as err:
-            raw = err.stdout or b""
-            output = raw.decode() if isinstance(raw, bytes) else raw
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
             died = f"not done after {TIMEOUT} s"
-        for line in output.splitlines():
+        elif done.returncode > 0:
+            died = _reason(done.stderr)
+        else:
+            died = f"process dies (signal {-done.returncode})"
+        for line in done.stdout.splitlines():
             if line.startswith("RESULT "):
                 _, pipeline, outcome = line.split(" ", 2)
                 found[pipeline] = outcome
+            if line.startswith("LAUNCHES "):
+                _, pipeline, count = line.split(" ", 2)
+                launches[pipeline] = int(count)
         rest = [pipeline for pipeline in waiting if pipeline not in found]
         if rest:
             found[rest.pop(0)] = died
         waiting = rest
-    return name, found
+    return name, found, launches
+
+
+def _tvm_version() -> str:
+    return importlib.metadata.version("apache-tvm")
+
+
+def _lacks(recorded: dict[str, Any], pipeline: str) -> bool:
+    """Whether a pipeline's outcome, or the launches of one that works, are not recorded."""
+    if pipeline not in recorded:
+        return True
+    works = recorded[pipeline] == "ok"
+    return works and pipeline in COUNTED and pipeline not in recorded.get("launches", {})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,13 +168,18 @@ def main(argv: list[str] | None = None) -> int:
             pipeline
             for pipeline in PIPELINES
             if (pipeline.startswith("cuda") or "llvm" in runs_on)
-            and not (options.missing and pipeline in results.get(name, {}))
+            and not (options.missing and not _lacks(results.get(name, {}), pipeline))
         ]
         if wanted:
             jobs.append((name, wanted))
     with ThreadPoolExecutor(options.jobs) as pool:
-        for name, outcomes in pool.map(_isolated, jobs):
-            results.setdefault(name, {}).update(outcomes)
+        for name, outcomes, launches in pool.map(_isolated, jobs):
+            entry = results.setdefault(name, {})
+            entry.update(outcomes)
+            entry["module"] = corpus.load(name, HERE).digest
+            entry["tvm"] = _tvm_version()
+            if launches:
+                entry.setdefault("launches", {}).update(launches)
             for pipeline, outcome in outcomes.items():
                 print(f"{name:32} {pipeline:14} {outcome}", flush=True)
             kept = {key: results[key] for key in sorted(results)}
