@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +108,7 @@ def read_module(path: str | Path) -> ModuleFile:
         if text.lstrip()[0] == "{":
             file = ModuleFile(_read_json(path, text), "json")
         else:
-            file = ModuleFile(parse_script(text, str(path)), "script")
+            file = ModuleFile(_read_script(path, text), "script")
     if not public_functions(file.mod):
         raise InputError(f"{path}: the module has no public Relax function to compile")
     try:
@@ -133,6 +135,23 @@ def _read_json(path: Path, text: str) -> tvm.IRModule:
     if not isinstance(mod, tvm.IRModule):
         raise InputError(f"{path} holds a {type(mod).__name__}, expected an IRModule")
     return mod
+
+
+def _read_script(path: Path, text: str) -> tvm.IRModule:
+    """Parse TVMScript; the constants of a graph of the corpus are in the JSON file beside it."""
+    if not re.search(r"\bmetadata\[", text) or re.search(r"^\s*metadata\s*=", text, re.M):
+        return parse_script(text, str(path))
+    beside = path.with_suffix(".json")
+    try:
+        constants = json.loads(beside.read_text(encoding="utf-8"))["constants"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{path} uses constants that it does not hold (metadata[...]): print the module with "
+            "mod.script(show_meta=True), or save it as JSON"
+        ) from None
+    from .corpus import decode_array, parse_module
+
+    return parse_module(text, [decode_array(c) for c in constants], str(path))
 
 
 def _read_exported(path: Path) -> tvm.IRModule:

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     with Progress() as progress:
         # Options first: a mistyped pass should not wait for a large file to be read.
-        pipeline = make_pipeline(args, progress)
+        pipeline = make_pipeline(args, progress, dump_dir=args.dump_ir)
         target = pipeline.target
         progress(f"reading {args.file}")
         mod = select_functions(load(args.file).mod, args.function, args.file)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         # Now that the input is good, and before minutes of work.
         prepare_folder(output.parent, "--output")
         if args.dump_ir:
-            pipeline.dump_dir = prepare_folder(args.dump_ir, "--dump-ir")
+            prepare_folder(args.dump_ir, "--dump-ir")
         start = time.perf_counter()
         try:
             with tvm.transform.PassContext(opt_level=args.opt_level):

@@ -6,12 +6,14 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, UnknownNameError, UnsupportedError
+from . import generate
 from .common import Progress, one_line, parse_sizes, set_threads, write_text
 
 
@@ -21,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--function", metavar="NAME", help="default: main, or the only one")
     parser.add_argument(
         "--inputs", metavar="FILE.npz", help="arrays by parameter name; what is missing is drawn"
+    )
+    parser.add_argument(
+        "--params",
+        metavar="FILE",
+        help="weights: .npz, .safetensors, or a Hugging Face model's folder; else they are drawn",
     )
     parser.add_argument(
         "--shape",
@@ -34,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="threads of TVM's runtime")
     parser.add_argument("--output", metavar="FILE.npz", help="write the results")
     parser.add_argument("--json", metavar="FILE", help="write the times; '-' is stdout")
+    generate.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,9 +57,15 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.library).is_file():
         raise InputError(f"no such file: {args.library}")
     record = read_sidecar(args.library)
+    arrays = read_npz(args.inputs) if args.inputs else {}
+    if args.generate is not None:
+        return generate.run(args, record, arrays)
+    if args.prompt_ids is not None:
+        raise InputError("--prompt-ids is for --generate N")
     name = choose_function(args.function, list(record["functions"]), args.library)
     signature = Signature(name, record["functions"][name])
-    arrays = read_npz(args.inputs) if args.inputs else {}
+    if args.params:
+        arrays = {**weights_of(signature, args.params, record, arrays), **arrays}
     sizes = signature.sizes(sizes, arrays)
     with Progress() as progress:
         progress(f"loading {args.library}")
@@ -108,10 +122,31 @@ def read_npz(path: str) -> dict[str, np.ndarray]:
         raise InputError(f"{path} is no readable .npz file: {one_line(error)}") from None
 
 
-def write_npz(path: str, outputs: list[np.ndarray]) -> None:
-    """Write the results as out0, out1, ...; numpy's files know no bfloat16, so that is widened."""
+def weights_of(
+    signature: Any, path: str, record: dict[str, Any], given: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the tensors of a file that are parameters of the function."""
+    from ..weights import match_weights, read_weights
+
+    params = [
+        {"name": k, "type": t} for k, t in signature.leaves().items() if t["kind"] == "tensor"
+    ]
+    plan = record.get("generation") or {}
+    for step in (plan.get("step"), plan.get("prefill")):
+        if step and step["function"] == signature.name:
+            weights = {signature.record["params"][i]["name"] for i in step["weights"]}
+            params = [p for p in params if p["name"] in weights]
+            return match_weights(params, read_weights(path), step.get("weight_names"))
+    wanted = [p for p in params if "float" in p["type"]["dtype"] and p["name"] not in given]
+    return match_weights(wanted, read_weights(path), some=True)
+
+
+def write_npz(path: str, outputs: list[np.ndarray], names: list[str] | None = None) -> None:
+    """Write results as out0, out1, ...; numpy's files know no bfloat16, so that is widened."""
+    names = names or [f"out{i}" for i in range(len(outputs))]
     arrays = {
-        f"out{i}": a.astype("float32") if a.dtype.kind == "V" else a for i, a in enumerate(outputs)
+        name: a.astype("float32") if a.dtype.kind == "V" else a
+        for name, a in zip(names, outputs, strict=True)
     }
     try:
         with open(path, "wb") as file:
@@ -120,7 +155,7 @@ def write_npz(path: str, outputs: list[np.ndarray]) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def load_machine(library: str, record: dict[str, Any]) -> tuple[Any, Any]:
+def load_machine(library: str, record: Mapping[str, Any]) -> tuple[Any, Any]:
     """Load a library and make a virtual machine on its target's device."""
     import tvm
     from tvm import relax

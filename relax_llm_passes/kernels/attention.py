@@ -18,9 +18,12 @@ from ..dataflow import FunctionView
 from ..lower import Accept, Composite, register_implementation
 from ..report import Refusal
 from ..targets import num_threads, vector_lanes
-from .attention_cpu import attention_decode_cpu, attention_prefill_cpu, static_int
-from .attention_cuda import attention_decode_cuda, attention_prefill_cuda, decode_lanes
+from .attention_decode_cpu import attention_decode_cpu
+from .attention_decode_cuda import attention_decode_cuda, decode_lanes
+from .attention_pieces import static_int
 from .attention_plan import AttentionPlan
+from .attention_prefill_cpu import attention_prefill_cpu
+from .attention_prefill_cuda import attention_prefill_cuda
 
 __all__ = ["CpuAttention", "CudaAttention", "emit_plan", "match_of"]
 

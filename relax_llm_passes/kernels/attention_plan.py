@@ -3,8 +3,8 @@
 A plan says how one element of the query, the key, the value, the score and the output is found
 from the buffers, whatever the graph's layouts, masks and rotary form are. Recognisers make plans
 from graphs (`patterns/attention.py`), `standard_plan` makes them from parameters; the kernels in
-`attention_cpu.py` and `attention_cuda.py` only read plans. So masks and ALiBi are computed from
-positions when the graph does so, and no layout needs a copy.
+`attention_decode_*.py` and `attention_prefill_*.py` only read plans. So masks and ALiBi are computed
+from positions when the graph does so, and no layout needs a copy.
 
 Axes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim, E value
 head dim. `batch` holds one (variable, extent) per batch axis, usually B and H.
@@ -35,27 +35,41 @@ __all__ = ["Append", "AttentionPlan", "alibi_slopes", "grouped", "shares_keys", 
 
 @dataclass
 class Append:
-    """A functional cache append that the attention kernel does on its way: concat(past, new).
+    """A functional cache append that the attention kernel does on its way.
+
+    `concat(past, new)`, or new rows that replace some of a cache of fixed capacity (a slice update
+    or a scatter): then old rows follow behind the new ones.
 
     Attributes
     ----------
     past : expression over batch, key, depth
-        An element of the cache that came in, valid for key < past_length.
+        An element of the cache that came in.
     new : expression over batch, key, depth
         An element of the new rows (rotary included); `key` counts from 0 at the first new row.
-    past_length : expression
-        Rows of the cache that came in.
+    start : int64 expression over batch
+        Where the first new row goes. For a fixed capacity it may come from memory, and differ
+        between the rows of a batch; new rows outside of the cache are not written.
+    rows : int64 expression
+        How many new rows there are.
     cache : tirx.Buffer
-        The output, which holds past_length + new rows.
+        The output.
     index : list of expressions over batch, key, depth
         Where an element goes.
+    grows : bool
+        The cache ends behind the new rows (a concat).
+    in_place : bool
+        The cache is one of the plan's inputs and only the new rows are written to it (by a kernel
+        called in place); its fixed capacity makes `grows` False.
     """
 
     past: Any
     new: Any
-    past_length: Any
+    start: Any
+    rows: Any
     cache: Any
     index: list[Any]
+    grows: bool = True
+    in_place: bool = False
 
 
 @dataclass
@@ -131,11 +145,13 @@ class AttentionPlan:
     @property
     def outputs(self) -> list[Any]:
         """Buffers that the kernel writes: the output, then the caches."""
-        appends = [a.cache for a in (self.append_k, self.append_v) if a is not None]
+        appends = [
+            a.cache for a in (self.append_k, self.append_v) if a is not None and not a.in_place
+        ]
         return [self.out, *appends]
 
     def past_rows(self) -> tuple[Any, Any]:
-        """Return `k` and `v` for key < past_length, read from the caches that came in.
+        """Return `k` and `v` of the old rows, read from the caches that came in.
 
         What the graph does to the appended cache (a scale that is split over q and k, say) is
         done to what is read from the old one.
@@ -212,6 +228,9 @@ def standard_plan(
     mask_dtype: str = "float32",
     sink: bool = False,
     append: bool = False,
+    position: str | None = None,
+    in_place: bool = False,
+    page_size: int | None = None,
     rotary: str | None = None,
     rotary_dim: int | None = None,
     zero_if_masked: bool = False,
@@ -333,16 +352,20 @@ def standard_plan(
             Append(
                 as_float32(at(kv_layout, past_k, kv_head, t, d)),
                 rotated(lambda col: at(kv_layout, new_k, kv_head, t, col), t),
-                past,
+                start,
+                S,
                 caches[0],
                 _layout_index(kv_layout, axes_k),
+                update is None,
             ),
             Append(
                 as_float32(at(kv_layout, past_v, kv_head, t, e)),
                 as_float32(at(kv_layout, new_v, kv_head, t, e)),
-                past,
+                start,
+                S,
                 caches[1],
                 _layout_index(kv_layout, axes_v),
+                update is None,
             ),
         ]
     else:

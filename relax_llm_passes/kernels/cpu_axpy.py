@@ -2,9 +2,10 @@
 
 (K, N) weights are walked in wide strips of columns: the sums of a strip stay in the first-level
 cache while the strip's part of every row of the weight streams by, several rows at a time so that a
-sum is loaded and stored once for all of them. Long runs along each row matter most (twice the
-bandwidth at 4 KiB as at 1 KiB), so with few strips the cores share out the rows, not the columns,
-and their sums are added at the end. Packed panels are narrower: their sums stay in registers.
+sum is loaded and stored once for all of them. These rows lie far apart, so that with one strip each
+is one stream of memory (three times the bandwidth of neighbouring short rows). With few strips the
+cores share out the rows, not the columns, and their sums are added at the end. Packed panels are
+narrower: their sums stay in registers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from .cpu_tiles import CpuTiles
 
 __all__ = ["emit_axpy", "emit_axpy_panels"]
 
-# Columns of a strip at most: 8 KiB of fp32 sums.
-_STRIP = 2048
+# Columns of a strip at most: 16 KiB of fp32 sums, half a small first-level cache.
+_STRIP = 4096
 # Rows of the weight added up at a time.
 _DEPTH = 8
 # Rows that a core gets at least, and cores that share one strip at most.
@@ -32,7 +33,8 @@ _MIN_ROWS, _MAX_PARTS = 64, 16
 def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
     """Emit `out[n] = sum over k of lhs[k] * rhs[k, n]` for one row; `lhs` is fp32."""
     n, k, lanes = spec.n, spec.k, tiles.lanes
-    strip = min(_STRIP, -(-n // lanes) * lanes)
+    strips = -(-n // _STRIP)
+    strip = -(-n // (strips * lanes)) * lanes
     strips = -(-n // strip)
     parts = max(1, min(-(-tiles.cores // strips), k // _MIN_ROWS, _MAX_PARTS))
     share = -(-k // parts)
@@ -41,21 +43,22 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
     rhs = buffers["rhs"]
     sums = workspace(parts * padded) if parts > 1 else None
 
-    def add(acc: Any, xs: list[Any], row: Any, column: Any, at: Any, width: int) -> None:
+    def add(acc: Any, xs: list[Any], starts: list[Any], at: Any, width: int) -> None:
         total = load(acc, at, width)
-        for d, x in enumerate(xs):
-            weight = load(rhs, (row + d) * n + column + at, width)
-            total = total + splat(x, width) * weight
+        for x, start in zip(xs, starts, strict=True):
+            total = total + splat(x, width) * load(rhs, start + at, width)
         store(acc, total, at, width)
 
-    def rows(acc: Any, row: Any, depth: int, column: Any, width: Any) -> None:
-        xs = [let(load(lhs, row + d)) for d in range(depth)]
+    def rows(acc: Any, row: Any, depth: int, apart: Any, column: Any, width: Any) -> None:
+        each = [let(row + d * apart) for d in range(depth)]
+        xs = [let(load(lhs, at)) for at in each]
+        starts = [let(at * n + column) for at in each]
         whole = tirx.floordiv(width, i64(lanes))
         with T.serial(i64(0), whole) as v:
-            add(acc, xs, row, column, let(v * lanes), lanes)
+            add(acc, xs, starts, let(v * lanes), lanes)
         if n % lanes:
             with T.serial(i64(0), width - whole * lanes) as v:
-                add(acc, xs, row, column, let(whole * lanes + v), 1)
+                add(acc, xs, starts, let(whole * lanes + v), 1)
 
     with tasks(i64(strips * parts), n * k) as task:
         acc = local(strip)
@@ -68,10 +71,10 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
             store(acc, splat(0.0, lanes), v * lanes, lanes)
         blocks = let(tirx.floordiv(size, i64(_DEPTH)))
         with T.serial(i64(0), blocks) as ko:
-            rows(acc, let(first + ko * _DEPTH), _DEPTH, column, width)
+            rows(acc, let(first + ko), _DEPTH, blocks, column, width)
         if k % _DEPTH:
             with T.serial(blocks * _DEPTH, size) as ki:
-                rows(acc, let(first + ki), 1, column, width)
+                rows(acc, let(first + ki), 1, i64(0), column, width)
         with T.serial(i64(0), ceil_div(width, lanes)) as v:
             value = let(load(acc, v * lanes, lanes))
             at = let(column + v * lanes)

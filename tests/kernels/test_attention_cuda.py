@@ -6,11 +6,8 @@ import pytest
 import tvm
 
 from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing, run_primfunc, why_not
-from relax_llm_passes.kernels.attention_cuda import (
-    attention_decode_cuda,
-    attention_prefill_cuda,
-    decode_lanes,
-)
+from relax_llm_passes.kernels.attention_decode_cuda import attention_decode_cuda, decode_lanes
+from relax_llm_passes.kernels.attention_prefill_cuda import attention_prefill_cuda
 from relax_llm_passes.targets import parse_target
 
 from .attention_reference import make_case
