@@ -21,8 +21,8 @@ from tvm import relax, tirx
 from tvm.relax import op as R
 
 from relax_llm_passes.kernels.attention_decode_cpu import attention_decode_cpu
-from relax_llm_passes.kernels.attention_plan import standard_plan
 from relax_llm_passes.kernels.attention_prefill_cpu import attention_prefill_cpu
+from relax_llm_passes.kernels.attention_standard import standard_plan
 from relax_llm_passes.targets import parse_target, vector_lanes
 
 CPU = parse_target("native")

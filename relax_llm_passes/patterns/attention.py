@@ -432,7 +432,7 @@ class _Finder:
             if one is None:
                 return []
             found.append(one)
-        same = self.reader.same(found[0][0].past_length, found[1][0].past_length)
+        same = self.reader.same(found[0][0].start, found[1][0].start)
         distinct = not found[0][1].same_as(found[1][1])
         return found if same and distinct else []
 
@@ -462,7 +462,8 @@ class _Finder:
         except Unreadable:
             reader.inside = inside
             return None
-        return Append(past, new, past_length, reader.leaves[cache], index), cache
+        rows = reader.shape(fields[1])[axis]
+        return Append(past, new, past_length, rows, reader.leaves[cache], index), cache
 
     def _append_past_stop(self, var: Any) -> bool:
         return not self._is_layout(var)

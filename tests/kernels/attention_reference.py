@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 from tvm import tirx
 
-from relax_llm_passes.kernels.attention_plan import AttentionPlan, alibi_slopes, standard_plan
+from relax_llm_passes.kernels.attention_plan import AttentionPlan
+from relax_llm_passes.kernels.attention_standard import alibi_slopes, standard_plan
 
 # Rounding the inputs is not an error of the kernel (the reference reads the rounded ones); rounding
 # the output once is half a unit in the last place. Softmax averages, so outputs are at most as

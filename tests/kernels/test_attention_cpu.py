@@ -8,8 +8,8 @@ import tvm
 
 from relax_llm_passes.errors import InputError
 from relax_llm_passes.kernels.attention_decode_cpu import attention_decode_cpu
-from relax_llm_passes.kernels.attention_plan import alibi_slopes, standard_plan
 from relax_llm_passes.kernels.attention_prefill_cpu import attention_prefill_cpu
+from relax_llm_passes.kernels.attention_standard import alibi_slopes, standard_plan
 from relax_llm_passes.targets import parse_target, vector_lanes
 
 from .attention_reference import Case, make_case

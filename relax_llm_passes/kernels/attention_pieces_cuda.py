@@ -1,0 +1,69 @@
+"""What the CUDA attention kernels have in common: lanes that add up, and a plan on blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from .attention_pieces import AttentionKernel, hoist_row_values
+from .attention_plan import AttentionPlan
+from .scalar_expr import bound_analyzer, i64
+
+__all__ = ["THREADS", "CudaKernel", "exp", "lanes_max", "lanes_sum", "shuffle_xor", "sync"]
+
+_FULL_WARP = 0xFFFFFFFF
+THREADS = 128
+
+
+def _i32(value: int) -> Any:
+    return tirx.IntImm("int32", value)
+
+
+def shuffle_xor(value: Any, step: int) -> Any:
+    mask = tirx.IntImm("uint32", _FULL_WARP)
+    return T.tvm_warp_shuffle_xor(mask, value, _i32(step), _i32(32), _i32(32))
+
+
+def lanes_sum(buffer: Any, index: Any, lanes: int) -> None:
+    """Sum buffer[index] over aligned groups of `lanes` threads; all get the sum."""
+    step = lanes // 2
+    while step:
+        T.buffer_store(buffer, buffer[index] + shuffle_xor(buffer[index], step), [index])
+        step //= 2
+
+
+def lanes_max(buffer: Any, index: Any, lanes: int) -> None:
+    step = lanes // 2
+    while step:
+        other = shuffle_xor(buffer[index], step)
+        T.buffer_store(buffer, tirx.Max(buffer[index], other), [index])
+        step //= 2
+
+
+def sync() -> None:
+    T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def exp(x: Any) -> Any:
+    return tirx.exp(x)
+
+
+class CudaKernel(AttentionKernel):
+    def __init__(self, plan: AttentionPlan) -> None:
+        super().__init__(plan, 1)
+        # CUDA has a tanh of its own; keep the plan's.
+        self.score = _row_score(self)
+
+    def count(self) -> Any:
+        """Blocks for one part of the keys: batch times groups of heads."""
+        count: Any = i64(1)
+        for extent in self.extents:
+            count = count * extent
+        return bound_analyzer({}).simplify(count)
+
+
+def _row_score(kernel: AttentionKernel) -> Any:
+    kernel.row_values, score = hoist_row_values(kernel.plan)
+    return score
