@@ -20,7 +20,7 @@ from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
 
-__all__ = ["emit_axpy", "emit_axpy_panels"]
+__all__ = ["emit_axpy", "emit_axpy_panels", "emit_axpy_rows"]
 
 # Columns of a strip at most: 16 KiB of fp32 sums, half a small first-level cache.
 _STRIP = 4096
@@ -88,6 +88,55 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
             for p in range(1, parts):
                 total = total + load(sums, v * lanes + p * padded, lanes)
             emit_finish_tail(spec, buffers, let(total), i64(0), let(v * lanes), lanes)
+
+
+def emit_axpy_rows(
+    spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any, m: Any, limit: int
+) -> None:
+    """Emit the same for `m` rows, at most `limit`: each weight vector is used for all of them."""
+    n, k, lanes = spec.n, spec.k, tiles.lanes
+    strips = max(-(-n // _STRIP), min(tiles.cores, max(1, n // (4 * lanes))))
+    strip = -(-n // (strips * lanes)) * lanes
+    strips = -(-n // strip)
+    blocks = k // _DEPTH
+    rhs = buffers["rhs"]
+
+    def add(acc: Any, xs: Any, starts: list[Any], at: Any, width: int) -> None:
+        weights = [let(load(rhs, start + at, width)) for start in starts]
+        with T.serial(i64(0), m) as r:
+            total = load(acc, r * strip + at, width)
+            for d, weight in enumerate(weights):
+                total = total + splat(let(load(xs, r * _DEPTH + d)), width) * weight
+            store(acc, total, r * strip + at, width)
+
+    def rows(acc: Any, xs: Any, row: Any, depth: int, column: Any, width: Any) -> None:
+        each = [let(row + d * blocks) for d in range(depth)]
+        with T.serial(i64(0), m) as r:
+            for d, at in enumerate(each):
+                store(xs, load(lhs, r * k + at), r * _DEPTH + d)
+        starts = [let(at * n + column) for at in each]
+        whole = tirx.floordiv(width, i64(lanes))
+        with T.serial(i64(0), whole) as v:
+            add(acc, xs, starts, let(v * lanes), lanes)
+        if n % lanes:
+            with T.serial(i64(0), width - whole * lanes) as v:
+                add(acc, xs, starts, let(whole * lanes + v), 1)
+
+    with T.parallel(i64(0), i64(strips)) as task:
+        acc, xs = workspace(limit * strip), local(limit * _DEPTH)
+        column = let(task * strip)
+        width = let(tirx.min(i64(strip), i64(n) - column)) if n % strip else i64(strip)
+        with T.serial(i64(0), m * (strip // lanes)) as v:
+            store(acc, splat(0.0, lanes), v * lanes, lanes)
+        with T.serial(i64(0), i64(blocks)) as ko:
+            rows(acc, xs, ko, _DEPTH, column, width)
+        with T.serial(i64(blocks * _DEPTH), i64(k)) as ki:
+            rows(acc, xs, ki, 1, column, width)
+        with T.serial(i64(0), m) as r:
+            with T.serial(i64(0), ceil_div(width, lanes)) as v:
+                value = let(load(acc, r * strip + v * lanes, lanes))
+                at = let(column + v * lanes)
+                emit_finish_tail(spec, buffers, value, let(r * n), at, lanes)
 
 
 def emit_axpy_panels(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:

@@ -4,7 +4,7 @@
 weight      few rows                              many rows
 ========== ===================================== ==========================================
 (N, K)      dot products along the rows           panels packed in the kernel, outer products
-(K, N)      M = 1: rows added up (axpy)           panels packed in the kernel, outer products
+(K, N)      rows of the weight added up (axpy)    panels packed in the kernel, outer products
 packed      M = 1: panels added up                outer products on the panels as they are
 quantised   dequantised in the dot product        panels dequantised in the kernel
 ========== ===================================== ==========================================
@@ -22,7 +22,7 @@ import tvm
 from tvm import tirx
 
 from ..errors import InputError
-from .cpu_axpy import emit_axpy, emit_axpy_panels
+from .cpu_axpy import emit_axpy, emit_axpy_panels, emit_axpy_rows
 from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
 from .cpu_gemv import emit_dot_rows
 from .cpu_panels import emit_panel_product
@@ -39,11 +39,11 @@ def skinny_limit(spec: GemmSpec) -> int:
     """Return the largest M for which weights are used as they lie instead of packed.
 
     Packing a panel costs about as much as the products of a few rows; measured on (N, K) weights
-    the two ways meet near 16 rows. For (K, N) weights packing is a copy and pays at once.
+    the two ways meet near 16 rows, on (K, N) weights near 8. Packed ones stay packed.
     """
     if spec.quant is not None:
         return 4
-    return 16 if spec.layout == "NK" else 1
+    return {"NK": 16, "KN": 8}.get(spec.layout, 1)
 
 
 def _as_float32(buffer: Any, size: Any, tiles: CpuTiles) -> Any:
@@ -76,6 +76,9 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
 
 def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
     lhs = _as_float32(buffers["lhs"], m * spec.k, tiles)
+    if spec.layout == "KN" and spec.quant is None:
+        emit_axpy_rows(spec, tiles, buffers, lhs, m, skinny_limit(spec))
+        return
     emit_dot_rows(
         spec,
         tiles,
