@@ -19,12 +19,9 @@ from tvm import relax, tirx
 from .errors import InputError
 from .fusion.inplace_twin import AXIS_ATTR, CACHES_ATTR, CREATES_ATTR, SOURCE_ATTR
 from .module_io import public_functions
-from .signature import extent
+from .signature import WEIGHT_NAMES_ATTR, extent
 
-__all__ = ["WEIGHT_NAMES_ATTR", "generation_record"]
-
-# On a function: from a parameter's name to the names its tensor has in the model's files, in JSON.
-WEIGHT_NAMES_ATTR = "relax_llm.weight_names"
+__all__ = ["generation_record"]
 
 
 def generation_record(mod: tvm.IRModule) -> dict[str, Any] | None:

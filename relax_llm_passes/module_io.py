@@ -11,7 +11,6 @@ import ast
 import importlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,6 +171,8 @@ def _read_exported(path: Path) -> tvm.IRModule:
         raise InputError(f"{path} cannot be imported: {_one_line(error)}") from error
 
 
+_NOT_FINITE = re.compile(r'R\.const\("(-?inf|nan)"')
+
 # Decorators that begin a module or a function in TVMScript, by their last name.
 _DECORATORS = ("ir_module", "function", "prim_func")
 
@@ -245,8 +246,7 @@ def parse_script(text: str, name: str = "<text>") -> tvm.IRModule:
         raise InputError(f"{name} is no TVMScript: {where}{reason}") from None
     from tvm.script.parser.core.entry import _default_globals
 
-    variables: Mapping[str, Any] = _default_globals()
-    variables = dict(variables)
+    variables: dict[str, Any] = dict(_default_globals())
     found: list[ast.stmt] = []
     for node in tree.body:
         if _decorated(node):
@@ -274,6 +274,9 @@ def parse_script(text: str, name: str = "<text>") -> tvm.IRModule:
             raise InputError(f"{name}: function {function.name!r} ends without a return")
     first = min(d.lineno for d in node.decorator_list)  # type: ignore[attr-defined]
     lines = text.splitlines()[first - 1 : node.end_lineno]
+    # TVM prints infinities in a way that its parser does not take.
+    lines = [_NOT_FINITE.sub(r'R.const(float("\1")', line) for line in lines]
+    variables.setdefault("float", float)
     source = "\n" * (first - 1) + "\n".join(lines) + "\n"
     problem = ""
     mod: Any = None

@@ -17,7 +17,18 @@ import numpy as np
 
 from .errors import InputError, UnknownNameError
 
-__all__ = ["Signature", "evaluate", "extent", "read_sidecar", "sidecar_path", "write_sidecar"]
+__all__ = [
+    "WEIGHT_NAMES_ATTR",
+    "Signature",
+    "evaluate",
+    "extent",
+    "read_sidecar",
+    "sidecar_path",
+    "write_sidecar",
+]
+
+# On a function: from a parameter's name to the names its tensor has in the model's files, in JSON.
+WEIGHT_NAMES_ATTR = "relax_llm.weight_names"
 
 _FORMAT = 1
 _DEFAULT_SIZE = 16

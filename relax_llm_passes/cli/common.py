@@ -73,7 +73,8 @@ def show_warnings_as_lines() -> None:
     """Print Python warnings as one line each, without source code."""
 
     def show(message: Any, category: type[Warning], *_rest: Any, **_more: Any) -> None:
-        if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning)):
+        quiet = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+        if not issubclass(category, quiet):  # addressed to programmers
             warn(str(message))
 
     warnings.showwarning = show

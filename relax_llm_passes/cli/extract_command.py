@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mode",
         default="decode",
         metavar="MODE",
-        help="prefill, prefill_cache or decode (default), with a symbolic length",
+        help="prefill, prefill_cache or decode (default), with a symbolic length; generate: the "
+        "last two in one module",
     )
     parser.add_argument(
         "--dtype", default="float32", metavar="TYPE", help="float32 (default), float16 or bfloat16"

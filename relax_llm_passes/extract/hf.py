@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnknownNameError
+from ..signature import WEIGHT_NAMES_ATTR
 from .require import require
 from .torch_import import export_module, import_exported
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MODES", "extract_hf"]
 
-MODES = ("prefill", "prefill_cache", "decode")
+MODES = ("prefill", "prefill_cache", "decode", "generate")
 
 
 def _load_model(folder: str | os.PathLike[str], dtype: str) -> Any:
@@ -147,7 +149,7 @@ def extract_hf(
     mode : str
         "prefill": tokens (batch, n) to logits, n symbolic. "prefill_cache": keys and values (batch,
         kv heads, n, head width) of every layer as well. "decode": one token and the keys and values
-        of a past of symbolic length.
+        of a past of symbolic length. "generate": the last two, as functions "prefill" and "decode".
     dtype : str
         Type of weights and activations.
     batch : int
@@ -160,8 +162,9 @@ def extract_hf(
     Returns
     -------
     tvm.IRModule
-        Function ``main``; its attribute ``num_input`` says how many parameters come before the
-        weights.
+        Function ``main`` ("prefill" and "decode" in mode "generate"); its attribute ``num_input``
+        says how many parameters come before the weights, ``relax_llm.weight_names`` under which
+        names files hold the weights that layers share.
 
     Raises
     ------
@@ -171,7 +174,7 @@ def extract_hf(
     UnknownNameError
         For an unknown mode or dtype.
     """
-    torch = require("torch", "extracting a model")
+    require("torch", "extracting a model")
     if mode not in MODES:
         raise UnknownNameError("extraction mode", mode, MODES)
     if batch < 1:
@@ -187,6 +190,22 @@ def extract_hf(
     )
     if limit < 4:
         raise InputError(f"the longest length must be at least 4, got {limit}")
+    if mode == "generate":
+        from ..merging import merge_modules
+
+        parts = {"prefill": "prefill_cache", "decode": "decode"}
+        return merge_modules(
+            {
+                name: _extract(model, part, batch, limit, keep_attention)
+                for name, part in parts.items()
+            }
+        )
+    return _extract(model, mode, batch, limit, keep_attention)
+
+
+def _extract(model: Any, mode: str, batch: int, limit: int, keep_attention: bool) -> tvm.IRModule:
+    """One function of the model, lengths up to `limit`."""
+    torch = require("torch", "extracting a model")
     module = _wrap(model, mode)
     if mode != "decode":
         ids = torch.zeros(batch, 3, dtype=torch.int64)
@@ -194,14 +213,36 @@ def extract_hf(
         program = _export_either(module, (ids,), {"ids": {1: size}}, {"ids": {1: _auto()}})
     else:
         layers, kv_heads, width = _cache_shape(model.config)
-        empty = torch.zeros(batch, kv_heads, 3, width, dtype=model.dtype)
-        past = [(empty, empty.clone()) for _ in range(layers)]
+        # A tensor each: torch.export takes arguments that are one tensor for one input.
+        past = [
+            tuple(torch.zeros(batch, kv_heads, 3, width, dtype=model.dtype) for _ in range(2))
+            for _ in range(layers)
+        ]
         ids = torch.zeros(batch, 1, dtype=torch.int64)
         size = torch.export.Dim("past", min=2, max=limit)
         declared = {"ids": None, "past": [({2: size}, {2: size})] * layers}
         automatic = {"ids": None, "past": [({2: _auto()}, {2: _auto()})] * layers}
         program = _export_either(module, (ids, past), declared, automatic)
-    return import_exported(program, keep_attention=keep_attention)
+    mod = import_exported(program, keep_attention=keep_attention)
+    shared = _shared_names(module, program)
+    if shared:
+        mod["main"] = mod["main"].with_attr(WEIGHT_NAMES_ATTR, json.dumps(shared))
+    return mod
+
+
+def _shared_names(module: Any, program: Any) -> dict[str, list[str]]:
+    """From a parameter of the function to all names of its tensor in the model, where it has
+    several: files hold tied weights once, under one of them."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[str, int] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name.removeprefix("model."))
+        tensors[name] = id(tensor)
+    return {
+        variable: names[tensors[name]]
+        for variable, name in program.graph_signature.inputs_to_parameters.items()
+        if name in tensors and len(names[tensors[name]]) > 1
+    }
 
 
 def _auto() -> Any:
