@@ -27,6 +27,7 @@ from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
 from .cpu_gemv import emit_dot_rows
 from .cpu_panels import emit_panel_product
 from .cpu_quantized import emit_quantised_gemv
+from .cpu_quantized_rows import emit_quantised_rows
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles, cpu_tiles
 
@@ -39,10 +40,10 @@ def skinny_limit(spec: GemmSpec) -> int:
     """Return the largest M for which weights are used as they lie instead of packed.
 
     Packing a panel costs about as much as the products of a few rows; measured on (N, K) weights
-    the two ways meet near 16 rows, on (K, N) weights near 8. Packed ones stay packed.
+    the two ways meet near 16 rows, on (K, N) and quantised weights near 8. Packed ones stay packed.
     """
     if spec.quant is not None:
-        return 4
+        return 8
     return {"NK": 16, "KN": 8}.get(spec.layout, 1)
 
 
@@ -76,7 +77,10 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
 
 def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
     lhs = _as_float32(buffers["lhs"], m * spec.k, tiles)
-    if spec.layout == "KN" and spec.quant is None:
+    if spec.quant is not None:
+        emit_quantised_rows(spec, tiles, buffers, lhs, m)
+        return
+    if spec.layout == "KN":
         emit_axpy_rows(spec, tiles, buffers, lhs, m, skinny_limit(spec))
         return
     emit_dot_rows(

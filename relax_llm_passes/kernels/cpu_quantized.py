@@ -36,7 +36,14 @@ from .cpu_spec import GemmSpec, QuantSpec
 from .cpu_tiles import CpuTiles
 from .cpu_weights import row_reader
 
-__all__ = ["emit_quantised_gemv"]
+__all__ = [
+    "arrange",
+    "emit_quantised_gemv",
+    "field",
+    "prefetch_words",
+    "spread_scales",
+    "words_per_step",
+]
 
 # Emits acc += one row's products over a step of words: (acc, row, first word).
 Step = Callable[[Any, Any, Any], None]
@@ -46,22 +53,45 @@ Step = Callable[[Any, Any, Any], None]
 _PREFETCH_BYTES, _LINE_BYTES, _WORD_BYTES = 2048, 64, 4
 
 
-def _arrange(quant: QuantSpec, lanes: int, lhs: Any, words: int) -> tuple[Any, Any]:
-    """Return the left operand in the order of the fields, and the start values of the words."""
+def arrange(quant: QuantSpec, lanes: int, lhs: Any, k: int, words: int, m: Any) -> tuple[Any, Any]:
+    """Return `m` rows of the left operand in the order of the fields, and the words' start values.
+
+    The first has `words` times the integers of a word for each row, the second `words`.
+    """
     per = quant.per_word
-    fields, starts = workspace(words * per), workspace(words)
-    with T.serial(i64(0), i64(words)) as word:
+    fields, starts = workspace(m * (words * per)), workspace(m * words)
+    with T.serial(i64(0), i64(m) * words) as word:
+        row = let(tirx.floordiv(word, i64(words)))
+        first = let(row * k + (word - row * words) * per)
+        # Blocks of `lanes` words; a row is a whole number of them.
         block = let(tirx.floordiv(word, i64(lanes)) * (lanes * per))
         lane = let(block + tirx.floormod(word, i64(lanes)))
         total = None
         for j in range(per):
-            x = let(load(lhs, word * per + j))
+            x = let(load(lhs, first + j))
             total = x if total is None else let(total + x)
             # The highest field is shifted down instead: in place it would be the sign.
             power = 1.0 if j == per - 1 else 2.0 ** (-quant.bits * j)
             store(fields, x * splat(power, 1), lane + j * lanes)
         store(starts, total * splat(-float(quant.offset), 1), word)
     return fields, starts
+
+
+def field(quant: QuantSpec, lanes: int, word: Any, j: int) -> Any:
+    """Return the j-th integers of a vector of words as fp32, times the field's power of two."""
+    if j == quant.per_word - 1:
+        value = word >> splat(32 - quant.bits, lanes, "uint32")
+    else:
+        mask = ((1 << quant.bits) - 1) << (quant.bits * j)
+        value = word & splat(mask, lanes, "uint32")
+    return tirx.Cast(f"float32x{lanes}", tirx.reinterpret(f"int32x{lanes}", value))
+
+
+def prefetch_words(packed: Any, at: Any, words: int) -> None:
+    """Ask for the words of a later step."""
+    ahead = at + _PREFETCH_BYTES // _WORD_BYTES
+    for line in range(0, words, _LINE_BYTES // _WORD_BYTES):
+        prefetch(packed, ahead + line)
 
 
 def words_per_step(quant: QuantSpec, lanes: int) -> tuple[int, int]:
@@ -100,9 +130,7 @@ def emit_quantised_gemv(
             if step is not None:
                 with T.serial(i64(0), i64(steps)) as i:
                     at = let(i * step_words)
-                    ahead = row * (-(-k // per)) + at + _PREFETCH_BYTES // _WORD_BYTES
-                    for line in range(0, step_words, _LINE_BYTES // _WORD_BYTES):
-                        prefetch(buffers["rhs_packed"], ahead + line)
+                    prefetch_words(buffers["rhs_packed"], row * (-(-k // per)) + at, step_words)
                     step(acc, row, at)
             if k - done >= lanes:
                 with T.serial(i64(0), i64((k - done) // lanes)) as i:
@@ -123,19 +151,12 @@ def _float_step(
     quant: QuantSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any, k: int, words: int
 ) -> Step:
     """Return the code of a step with fp32 fields."""
-    lanes, per, bits = tiles.lanes, quant.per_word, quant.bits
+    lanes, per = tiles.lanes, quant.per_word
     row_words, row_groups = -(-k // per), -(-k // quant.group)
     group_words = quant.group // per
     packed, scales = buffers["rhs_packed"], buffers["rhs_scale"]
-    fields, starts = _arrange(quant, lanes, lhs, words)
+    fields, starts = arrange(quant, lanes, lhs, k, words, 1)
     vectors, step_words = words_per_step(quant, lanes)
-
-    def field(word: Any, j: int) -> Any:
-        if j == per - 1:
-            value = word >> splat(32 - bits, lanes, "uint32")
-        else:
-            value = word & splat(((1 << bits) - 1) << (bits * j), lanes, "uint32")
-        return tirx.Cast(f"float32x{lanes}", tirx.reinterpret(f"int32x{lanes}", value))
 
     def step(acc: Any, row: Any, first: Any) -> None:
         count = step_words // group_words
@@ -146,7 +167,7 @@ def _float_step(
             # Two sums: one alone would wait for each multiply-add in turn.
             sums = [let(load(starts, at, lanes)), None]
             for j in range(per):
-                product = field(word, j) * load(fields, at * per + j * lanes, lanes)
+                product = field(quant, lanes, word, j) * load(fields, at * per + j * lanes, lanes)
                 sums[j % 2] = let(product if sums[j % 2] is None else sums[j % 2] + product)
             scale = spread_scales(group_scales, count, v, lanes, group_words)
             store(acc, load(acc, 0, lanes) + scale * (sums[0] + sums[1]), 0, lanes)
