@@ -16,6 +16,7 @@ MODULES = (
     "relax_llm_passes.fusion.combine_parallel_matmul",
     "relax_llm_passes.fusion.partition_gemm",
     "relax_llm_passes.fusion.offload_cublas",
+    "relax_llm_passes.fusion.offload_cutlass",
     "relax_llm_passes.fusion.pack_weights",
     "relax_llm_passes.lower",
     "relax_llm_passes.fusion.legalize_norms",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..errors import InputError, UnsupportedError
 
-__all__ = ["cache_dir", "compile_object", "ffi_include_flags"]
+__all__ = ["cache_dir", "compile_object", "ffi_include_flags", "find_compiler"]
 
 
 def cache_dir() -> Path:
@@ -42,7 +42,8 @@ def ffi_include_flags() -> list[str]:
     return [f"-I{p}" for p in paths]
 
 
-def _compiler(name: str) -> str:
+def find_compiler(name: str) -> str:
+    """Return the path of "g++" or "nvcc"; raises UnsupportedError where there is none."""
     chosen = os.environ.get("CXX") if name == "g++" else os.environ.get("NVCC")
     found = shutil.which(chosen or name)
     if found is None and name == "nvcc":
@@ -105,7 +106,7 @@ def compile_object(
     """
     text = source.read_text() if isinstance(source, Path) else source
     suffix = ".cu" if compiler == "nvcc" else ".cc"
-    program = _compiler(compiler)
+    program = find_compiler(compiler)
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
     if isinstance(source, Path):
         flags = [*flags, f"-I{source.parent}"]
