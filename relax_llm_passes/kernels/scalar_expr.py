@@ -28,6 +28,7 @@ __all__ = [
     "is_float",
     "rewrite",
     "substitute",
+    "widened",
 ]
 
 _BINARY = (
@@ -64,6 +65,18 @@ def i64(value: Any) -> Any:
     if isinstance(value, tirx.IntImm):
         return tirx.IntImm("int64", int(value.value))
     return value if dtype_of(value) == "int64" else tirx.Cast("int64", value)
+
+
+def widened(expr: Any) -> Any:
+    """Return an integer expression with its arithmetic in int64, so that it can be simplified.
+
+    Equal to `expr` unless that overflows: positions and lengths do not.
+    """
+    if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul)):
+        return type(expr)(widened(expr.a), widened(expr.b))
+    if isinstance(expr, tirx.Cast) and "int" in dtype_of(expr.value):
+        return widened(expr.value)
+    return i64(expr)
 
 
 def dtype_of(expr: Any) -> str:

@@ -33,10 +33,12 @@ __all__ = [
     "LAYOUT",
     "ElementReader",
     "Unreadable",
+    "broadcast_index",
     "is_biased_product",
     "origin",
     "region_between",
     "reshaped_index",
+    "to_bool",
 ]
 
 _INT_MAX = 2**31 - 1  # "to the end", as slices are imported (INT64_MAX, or INT32_MAX)
@@ -296,6 +298,10 @@ class ElementReader:
         moved[axis] = index[axis] + start
         return self.read(call.args[0], moved)
 
+    def slices(self, call: Any) -> list[tuple[int, Any, Any, int]]:
+        """Return (axis, begin, end, step) of a strided_slice with begin and end resolved."""
+        return self._slices(call, self.shape(call.args[0]))
+
     def _slices(self, call: Any, shape: list[Any]) -> list[tuple[int, Any, Any, int]]:
         """Return (axis, begin, end, step) of a strided_slice with begin and end resolved."""
 
@@ -319,7 +325,11 @@ class ElementReader:
             if stride < 1:
                 raise Unreadable(f"a slice with step {stride}", call)
             size = shape[at]
-            result.append((at, self._bound(begin, size), self._bound(end, size), stride))
+            if call.attrs.assume_inbound:
+                begin, end = (i64(x) for x in (begin, end))
+            else:
+                begin, end = self._bound(begin, size), self._bound(end, size)
+            result.append((at, begin, end, stride))
         return result
 
     def _bound(self, bound: Any, size: Any) -> Any:
@@ -348,7 +358,7 @@ class ElementReader:
 # Handlers: (reader, call, index, var) -> scalar
 
 
-def _broadcast_index(reader: ElementReader, operand: Any, index: list[Any], out: Any) -> list[Any]:
+def broadcast_index(reader: ElementReader, operand: Any, index: list[Any], out: Any) -> list[Any]:
     shape = reader.shape(operand)
     offset = len(index) - len(shape)
     target = None
@@ -376,7 +386,7 @@ def _elementwise(reader: ElementReader, call: Any, index: list[Any], var: Any) -
         if not isinstance(getattr(resolved, "ty", None), relax.TensorType):
             values.append(reader.read(resolved, []))  # a plain number (PrimValue)
             continue
-        values.append(reader.read(arg, _broadcast_index(reader, arg, index, var)))
+        values.append(reader.read(arg, broadcast_index(reader, arg, index, var)))
     return values
 
 
@@ -581,7 +591,7 @@ def _squeeze(reader: ElementReader, call: Any, index: list[Any], var: Any) -> An
 
 
 def _broadcast_to(reader: ElementReader, call: Any, index: list[Any], var: Any) -> Any:
-    return reader.read(call.args[0], _broadcast_index(reader, call.args[0], index, var))
+    return reader.read(call.args[0], broadcast_index(reader, call.args[0], index, var))
 
 
 def _strided_slice(reader: ElementReader, call: Any, index: list[Any], var: Any) -> Any:
@@ -656,7 +666,10 @@ def _take(reader: ElementReader, call: Any, index: list[Any], var: Any) -> Any:
         if not 0 <= int(where.value) or not (reader.analyzer.can_prove(i64(where) < shape[axis])):
             raise Unreadable(f"take at {where} of an axis of size {shape[axis]}", var)
     elif buffer_loads(where):
-        raise Unreadable("take at positions that come from memory", var)
+        # Gathered rows (a rotary's tables at position ids) are read as they are, not looked up anew
+        # for every element.
+        reader.inside.pop(var, None)
+        return reader._load(var, index)
     return reader.read(source, [*index[:axis], i64(where), *index[axis + rank :]])
 
 

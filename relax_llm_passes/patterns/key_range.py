@@ -2,9 +2,9 @@
 
 The score is an expression over the query and key position. Each comparison in it that is linear in
 the key position is tried: if the score becomes a constant mask value when the comparison fails (or
-holds), then keys beyond that border have no weight. Everything else keeps the full range, and the
-kernel evaluates the mask for every score all the same, so a border that is not found costs time
-only.
+holds), then keys beyond that border have no weight. A border may be a position from memory (the
+length of a cache of fixed capacity). Everything else keeps the full range, and the kernel evaluates
+the mask for every score all the same, so a border that is not found costs time only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any
 
 from tvm import tirx
 
-from ..kernels.scalar_expr import any_node, buffer_loads, depends_on, i64, rewrite, substitute
+from ..kernels.scalar_expr import (
+    any_node,
+    buffer_loads,
+    depends_on,
+    i64,
+    rewrite,
+    substitute,
+    widened,
+)
 
 __all__ = ["key_range"]
 
@@ -33,7 +41,6 @@ def key_range(
     T: Any,
     analyzer: Any,
     x: Any,
-    zero_if_masked: bool = False,
 ) -> tuple[Any, Any]:
     """Return (begin, end): keys outside have weight 0 in row s. Both never fall as s grows.
 
@@ -42,8 +49,6 @@ def key_range(
     score : float32 expression over s, t and x (the product)
     S, T : number of queries and keys
     analyzer : knows the ranges of the variables
-    zero_if_masked : bool
-        Rows whose scores are all -inf give 0.
     """
     begin, end = i64(0), i64(T)
     atoms = _atoms(score, t)
@@ -56,8 +61,11 @@ def key_range(
             if border is None:
                 continue
             kind, value = border
-            if not _leaves_a_key(kind, value, mask, score, atoms, s, t, S, T, analyzer):
+            safe = _leaves_a_key(kind, value, mask, score, atoms, s, t, S, T, analyzer)
+            if safe is False:
                 continue
+            if safe is not True:
+                value = tirx.Select(safe, value, i64(T) if kind == "end" else i64(0))
             if kind == "end":
                 end = tirx.Min(end, tirx.Max(value, i64(0)))
             else:
@@ -69,8 +77,9 @@ def _atoms(score: Any, t: Any) -> list[Any]:
     found: list[Any] = []
 
     def note(node: Any) -> bool:
-        if isinstance(node, _COMPARISONS) and depends_on(node, t) and not buffer_loads(node):
-            found.append(node)
+        if isinstance(node, _COMPARISONS) and depends_on(node, t):
+            if not any(depends_on(load, t) for load in buffer_loads(node)):
+                found.append(node)
         return False
 
     any_node(score, note)
@@ -135,7 +144,7 @@ def _as_mask(expr: Any) -> float | None:
 
 def _border(atom: Any, s: Any, t: Any, analyzer: Any, allowed_when: bool) -> tuple[str, Any] | None:
     """Return ("end", first key not allowed) or ("begin", first key allowed) for a linear atom."""
-    a, b = i64(atom.a), i64(atom.b)
+    a, b = widened(atom.a), widened(atom.b)
     gap = a - b
     step = analyzer.simplify(substitute(gap, {t: t + i64(1)}) - gap)
     if not isinstance(step, tirx.IntImm) or abs(int(step.value)) != 1:
@@ -173,21 +182,26 @@ def _leaves_a_key(
     S: Any,
     T: Any,
     analyzer: Any,
-) -> bool:
-    """Tell whether skipping is exact.
+) -> Any:
+    """Tell whether skipping is exact: True, False, or the condition under which it is.
 
     With -inf it always is: rows that lose every key have no weight anywhere. With a finite mask
-    value such a row is the mean of *all* values, so some key must be sure to remain.
+    value such a row is the mean of *all* values, so some key must be sure to remain. Where that
+    cannot be proved (a length from memory), it is asked when the kernel runs.
     """
     if mask == -math.inf:
         return True
     if any(depends_on(load, t) for load in buffer_loads(score)):
         return False  # another mask, from memory, may take the keys that this one leaves
     if kind == "end":
-        return bool(analyzer.can_prove(value >= i64(1)))
+        if analyzer.can_prove(value >= i64(1)):
+            return True
+        # Borders never fall from row to row: the first row has the fewest keys.
+        return substitute(value, {s: i64(0)}) >= i64(1)
     # A lower border must stay below every upper border, which for windows is the query itself.
+    answer: Any = True
     if not analyzer.can_prove(value <= i64(T) - i64(1)):
-        return False
+        answer = substitute(value, {s: i64(S) - i64(1)}) <= i64(T) - i64(1)
     for atom in atoms:
         for allowed in (False, True):
             border = _border(atom, s, t, analyzer, allowed)
@@ -198,4 +212,4 @@ def _leaves_a_key(
                 and not analyzer.can_prove(value < border[1])
             ):
                 return False
-    return True
+    return answer

@@ -17,6 +17,7 @@ from tvm import relax, tirx
 from ..dataflow import FunctionView, is_var, op_name
 from ..kernels.scalar_expr import any_node, buffer_loads
 from ..report import Refusal
+from .cache_append import appended_rows, read_appended
 from .elements import ElementReader, Unreadable, is_biased_product, origin, region_between
 from .rotary import RotaryMatch, find_rotary
 
@@ -116,14 +117,13 @@ def _extend(view: FunctionView, var: Any) -> tuple[Any, bool]:
 
 
 def _appended(view: FunctionView, var: Any) -> Any:
-    """Return the new rows of `concat(past, new)`, or None."""
-    call = view.call(var, "relax.concat")
-    fields = view.fields(call.args[0]) if call is not None else None
-    if fields is None or len(fields) != 2:
+    """Return the new rows of a cache that comes from outside, or None."""
+    found = appended_rows(view, var)
+    if found is None:
         return None
-    past = origin(view, fields[0])
+    past = origin(view, found[0])
     # The cache comes from outside; halves of a rotary are put together by concat as well.
-    return fields[1] if is_var(past) and view.index(past) < 0 else None
+    return found[1] if is_var(past) and view.index(past) < 0 else None
 
 
 def _value_appends(view: FunctionView, sources: Sequence[Any], taken: Sequence[Any]) -> list[Any]:
@@ -165,7 +165,7 @@ def _group(view: FunctionView, rotaries: list[RotaryMatch]) -> SplitRotaryMatch:
         for i, dim in zip(index, shape, strict=True):
             _bind(reader, i, dim)
         buffer = tirx.decl_buffer(shape, view.dtype(var), name=f"out{number}")
-        elements.append(ElementOutput(buffer, index, reader.read(var, index)))
+        elements.append(ElementOutput(buffer, index, read_appended(reader, var, index)))
     loads = [load for e in elements for load in buffer_loads(e.value)]
     inputs, leaves = [], []
     for leaf, buffer in reader.leaves.items():
