@@ -383,6 +383,35 @@ SAME(sizeof(lt::HeuristicResult), sizeof(cublasLtMatmulHeuristicResult_t));
 SAME(offsetof(lt::HeuristicResult, state), offsetof(cublasLtMatmulHeuristicResult_t, state));
 SAME(offsetof(lt::HeuristicResult, workspace_size),
      offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize));
+// Pointers for pointers, and numbers of the same width for numbers and enums, in the same places.
+template <class T>
+constexpr int kKind = std::is_pointer_v<T>                             ? 1
+                      : std::is_integral_v<T> || std::is_enum_v<T> ? 2
+                                                                       : 0;
+template <class R, class... A, class S, class... B>
+constexpr bool Compatible(R (*)(A...), S (*)(B...)) {
+  if constexpr (sizeof...(A) != sizeof...(B)) {
+    return false;
+  } else {
+    return kKind<R> == kKind<S> && sizeof(R) == sizeof(S) &&
+           (... && (kKind<A> != 0 && kKind<A> == kKind<B> && sizeof(A) == sizeof(B)));
+  }
+}
+#define FITS(Type, function) static_assert(Compatible(lt::Type(nullptr), \
+    static_cast<decltype(&function)>(nullptr)), #function)
+FITS(Create, cublasLtCreate);
+FITS(MatmulDescCreate, cublasLtMatmulDescCreate);
+FITS(MatmulDescDestroy, cublasLtMatmulDescDestroy);
+FITS(MatmulDescSetAttribute, cublasLtMatmulDescSetAttribute);
+FITS(LayoutCreate, cublasLtMatrixLayoutCreate);
+FITS(LayoutDestroy, cublasLtMatrixLayoutDestroy);
+FITS(LayoutSetAttribute, cublasLtMatrixLayoutSetAttribute);
+FITS(PreferenceCreate, cublasLtMatmulPreferenceCreate);
+FITS(PreferenceDestroy, cublasLtMatmulPreferenceDestroy);
+FITS(PreferenceSetAttribute, cublasLtMatmulPreferenceSetAttribute);
+FITS(AlgoGetHeuristic, cublasLtMatmulAlgoGetHeuristic);
+FITS(Matmul, cublasLtMatmul);
+FITS(GetStatusString, cublasLtGetStatusString);
 """
 
 
@@ -397,6 +426,46 @@ def _header_folders():
 
 @pytest.mark.skipif(not _header_folders(), reason="cublasLt.h is not installed")
 def test_our_declarations_are_those_of_the_header():
-    includes = [f"-I{p}" for p in _header_folders()]
-    includes += [f"-I{Path(cublaslt.__file__).parent}"]
-    compile_object(HEADER, name="cublaslt_header", flags=includes)
+    compile_object(HEADER, name="cublaslt_header", flags=_includes())
+    # The check can fail: a function of another shape, and a value that is another.
+    for wrong in ("FITS(Create, cublasLtMatmul);", "SAME(lt::kOpT, CUBLAS_OP_N);"):
+        with pytest.raises(ValueError, match="static assertion failed"):
+            compile_object(HEADER + wrong, name="cublaslt_header", flags=_includes())
+
+
+def _includes():
+    # The header itself includes files of the CUDA runtime, which nvidia-cublas does not bring.
+    folders = [*_header_folders(), Path(cublaslt.__file__).parent, Path("/usr/local/cuda/include")]
+    return [f"-I{p}" for p in folders if p.exists()]
+
+
+def _installed():
+    import os
+
+    saved = os.environ.pop("RELAX_LLM_CUBLASLT", None)
+    try:
+        return cublaslt.find_library()
+    finally:
+        if saved is not None:
+            os.environ["RELAX_LLM_CUBLASLT"] = saved
+
+
+@pytest.mark.skipif(_installed() is None, reason="nvidia-cublas is not installed")
+def test_the_real_library_opens_and_says_that_there_is_no_gpu(tmp_path):
+    """Every function that we ask for is in it, and its error reaches the caller as text."""
+    if tvm.cuda(0).exist:
+        pytest.skip("there is a GPU")
+    case = next(c for c in ACCEPTED if c.name == "bias_residual_relu")
+    ex, _, _ = _compile(case.module())
+    arrays = _inputs(case, "float32")
+    ex.export_library(str(tmp_path / "model.so"))
+    np.savez(tmp_path / "data.npz", **{f"a{i}": a for i, a in enumerate([*arrays, arrays[0]])})
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "model.so"), str(tmp_path / "data.npz")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**__import__("os").environ, "RELAX_LLM_CUBLASLT": str(_installed())},
+    )
+    assert done.returncode != 0
+    assert "cublasLtCreate failed: the library was not initialized" in done.stderr
