@@ -96,6 +96,11 @@ def worker(engine: str, graph: str, size: str, threads: int, output: str) -> Non
     outputs = flat(call())
     np.savez(output, *[o.astype("float32") for o in outputs])
     print(json.dumps({"ready": time.perf_counter() - start}), flush=True)
+    answer(call)
+
+
+def answer(call: Any) -> None:
+    """Time as many calls as each line of standard input asks for."""
     for line in sys.stdin:
         times = []
         for _ in range(int(line)):
@@ -111,7 +116,9 @@ def worker(engine: str, graph: str, size: str, threads: int, output: str) -> Non
 class Engine:
     """A worker process, stopped except while it is asked for something."""
 
-    def __init__(self, engine: str, graph: str, size: str, threads: int, folder: Path) -> None:
+    def __init__(
+        self, engine: str, graph: str, size: str, threads: int, folder: Path, script: str = __file__
+    ) -> None:
         self.name = engine
         self.output = folder / f"{engine}.npz"
         environment = dict(
@@ -126,7 +133,7 @@ class Engine:
         self.process = subprocess.Popen(
             [
                 sys.executable,
-                __file__,
+                script,
                 "--worker",
                 engine,
                 graph,

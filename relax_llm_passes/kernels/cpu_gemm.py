@@ -27,6 +27,7 @@ from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
 from .cpu_gemv import emit_dot_rows
 from .cpu_panels import emit_panel_product
 from .cpu_quantized import emit_quantised_gemv
+from .cpu_quantized_columns import emit_quantised_columns
 from .cpu_quantized_rows import emit_quantised_rows
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles, cpu_tiles
@@ -63,7 +64,10 @@ def _as_float32(buffer: Any, size: Any, tiles: CpuTiles) -> Any:
 def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None:
     lhs = _as_float32(buffers["lhs"], i64(spec.k), tiles)
     if spec.quant is not None:
-        emit_quantised_gemv(spec, tiles, buffers, lhs)
+        if spec.layout == "KN":
+            emit_quantised_columns(spec, tiles, buffers, lhs, 1)
+        else:
+            emit_quantised_gemv(spec, tiles, buffers, lhs)
     elif spec.layout == "packed":
         emit_axpy_panels(spec, tiles, buffers, lhs)
     elif spec.layout == "KN":
@@ -78,7 +82,8 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
 def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
     lhs = _as_float32(buffers["lhs"], m * spec.k, tiles)
     if spec.quant is not None:
-        emit_quantised_rows(spec, tiles, buffers, lhs, m)
+        emit = emit_quantised_columns if spec.layout == "KN" else emit_quantised_rows
+        emit(spec, tiles, buffers, lhs, m)
         return
     if spec.layout == "KN":
         emit_axpy_rows(spec, tiles, buffers, lhs, m, skinny_limit(spec))

@@ -53,11 +53,8 @@ class _Names:
 def _quant(attrs: dict[str, Any]) -> QuantSpec:
     bits, group = int(attrs["bits"]), int(attrs["group"])
     packed = str(attrs.get("packed_dtype", "uint32"))
-    layout = str(attrs.get("layout", "NK"))
     if bits not in (4, 8) or packed != "uint32":
         raise InputError(f"{bits}-bit weights in {packed}; CPU kernels have 4 and 8 in uint32")
-    if layout != "NK":
-        raise InputError("weights quantised along N; CPU kernels have groups along K only")
     if group % (32 // bits):
         raise InputError(f"groups of {group}: a word would span two")
     scale = str(attrs.get("scale_dtype", "float16"))
@@ -87,16 +84,15 @@ def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
         raise InputError("the length of the sums (K) is symbolic")
     if quant is not None:
         roles = ["lhs", "rhs_packed", "rhs_scale"]
-        if layout != "NK":
-            raise InputError("a quantised weight that is used as (K, N)")
         packed = _static(_shape(composite.ty("rhs_packed"), "rhs_packed"), "rhs_packed")
         scale = _static(_shape(composite.ty("rhs_scale"), "rhs_scale"), "rhs_scale")
-        n, rhs_dtype = packed[0], "uint32"
+        along = 1 if layout == "NK" else 0
+        n, rhs_dtype = packed[1 - along], "uint32"
         words, groups = -(-k_size // quant.per_word), -(-k_size // quant.group)
-        if packed != [n, words] or scale != [n, groups]:
+        if (packed[along], scale[along], scale[1 - along]) != (words, groups, n):
             raise InputError(
                 f"packed {tuple(packed)} and scales {tuple(scale)}, expected "
-                f"({n}, {words}) and ({n}, {groups})"
+                f"{words} words and {groups} scales along K for each of {n} columns"
             )
     else:
         roles = ["lhs", "rhs"]

@@ -56,7 +56,7 @@ class GemmSpec:
     epilogue : Epilogue
         Steps between the sum and the store.
     quant : QuantSpec, optional
-        Says that the weight is group-quantised along K (layout "NK").
+        Says that the weight is group-quantised along K (layout "NK" or "KN").
     """
 
     lead: tuple[int | str, ...]
@@ -87,9 +87,12 @@ class GemmSpec:
         n, k = self.n, self.k
         if self.quant is not None:
             q = self.quant
+            words, groups = (n, -(-k // q.per_word)), (n, -(-k // q.group))
+            if self.layout == "KN":
+                words, groups = words[::-1], groups[::-1]
             return [
-                TensorSpec("rhs_packed", (n, -(-k // q.per_word)), "uint32"),
-                TensorSpec("rhs_scale", (n, -(-k // q.group)), q.scale_dtype),
+                TensorSpec("rhs_packed", words, "uint32"),
+                TensorSpec("rhs_scale", groups, q.scale_dtype),
             ]
         if self.layout == "packed":
             return [TensorSpec("rhs", (-(-n // columns), k, columns), self.rhs_dtype)]
@@ -110,7 +113,9 @@ class GemmSpec:
         """Return a name for the kernel: readable, and different where anything differs."""
         lead = "x".join(str(d) for d in self.lead) or "1"
         steps = "".join("_" + op.op for op in self.epilogue.ops if op.op != "cast")
-        form = self.layout if self.quant is None else f"q{self.quant.bits}g{self.quant.group}"
+        form = self.layout
+        if self.quant is not None:
+            form += f"_q{self.quant.bits}g{self.quant.group}"
         types = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
         dtypes = "_".join(types.get(d, d) for d in (self.lhs_dtype, self.rhs_dtype, self.out_dtype))
         return f"gemm_{form}_{lead}_{self.n}_{self.k}_{dtypes}{steps}"

@@ -63,6 +63,26 @@ def _quantised_reader(spec: GemmSpec, quant: QuantSpec, buffers: Mapping[str, An
     return read
 
 
+def _column_reader(spec: GemmSpec, buffers: Mapping[str, Any]) -> RowReader:
+    """Return `read(k, column, lanes)`: fp32 values of neighbouring columns of a (K, N) weight."""
+    n, quant = spec.n, spec.quant
+    if quant is None:
+        rhs = buffers["rhs"]
+        return lambda k, column, lanes: load(rhs, k * n + column, lanes)
+    packed, scales = buffers["rhs_packed"], buffers["rhs_scale"]
+    mask = (1 << quant.bits) - 1
+
+    def read(k: Any, column: Any, lanes: int) -> Any:
+        word = load(packed, tirx.floordiv(k, i64(quant.per_word)) * n + column, lanes, "uint32")
+        shift = tirx.Cast("uint32", tirx.floormod(k, i64(quant.per_word)) * quant.bits)
+        value = let((word >> splat(shift, lanes)) & splat(mask, lanes, "uint32"))
+        value = cast(tirx.Cast(f"int32x{lanes}" if lanes > 1 else "int32", value), "float32", lanes)
+        scale = let(load(scales, tirx.floordiv(k, i64(quant.group)) * n + column, lanes))
+        return (value - splat(float(quant.offset), lanes)) * scale
+
+    return read
+
+
 def _vector(values: Sequence[int]) -> Any:
     if len(values) == 1:
         return tirx.const(values[0], "uint32")
@@ -150,7 +170,7 @@ def pack_panels(
         Rows of a panel in the scratch.
     """
     columns = tiles.columns
-    if spec.layout == "KN" and spec.quant is None:
+    if spec.layout == "KN":
         _copy_columns(spec, tiles, buffers, scratch, panel, panels, k_start, k_size, capacity)
         return
     with T.serial(i64(0), panels) as p:
@@ -193,7 +213,7 @@ def _copy_columns(
 ) -> None:
     """Copy row by row of the weight, so that all panels of a row are one run of memory."""
     columns, lanes, n = tiles.columns, tiles.lanes, spec.n
-    rhs = buffers["rhs"]
+    read = _column_reader(spec, buffers)
     first = let(panel * columns)
 
     def at(p: Any, k: Any) -> Any:
@@ -201,19 +221,19 @@ def _copy_columns(
 
     def whole() -> None:
         with T.serial(i64(0), k_size) as k:
-            row = let((k_start + k) * n + first)
+            row = let(k_start + k)
             with T.serial(i64(0), panels) as p:
                 for q in range(tiles.vectors):
-                    value = load(rhs, row + p * columns + q * lanes, lanes)
+                    value = read(row, first + p * columns + q * lanes, lanes)
                     store(scratch, value, at(p, k) + q * lanes, lanes)
 
     def part() -> None:
         with T.serial(i64(0), k_size) as k:
-            row = let((k_start + k) * n)
+            row = let(k_start + k)
             with T.serial(i64(0), panels) as p:
                 with T.serial(i64(0), i64(columns)) as j:
                     column = tirx.min(first + p * columns + j, i64(n - 1))
-                    store(scratch, load(rhs, row + column), at(p, k) + j)
+                    store(scratch, read(row, column, 1), at(p, k) + j)
 
     if n % columns == 0:
         whole()

@@ -35,7 +35,10 @@ def check(case: Case, m: int) -> None:
     packed, scale, value = quantise(rng.standard_normal((spec.n, spec.k)), spec.quant)
     lhs = random(rng, (m, spec.k), spec.lhs_dtype)
     want, size = wide(lhs) @ value.T, np.abs(wide(lhs)) @ np.abs(value).T
-    got = case.call((m,), lhs, [packed, scale], [])
+    weight = [packed, scale]
+    if spec.layout == "KN":
+        weight = [np.ascontiguousarray(part.T) for part in weight]
+    got = case.call((m,), lhs, weight, [])
     # The integer path rounds a 16-bit left operand to 2^-16 of its group's largest value, at most
     # 4 here, for weights of about 1.
     rounding = 4 * 2.0**-16 * np.abs(value).sum(1) if spec.lhs_dtype != "float32" else 0.0
@@ -49,6 +52,15 @@ def check(case: Case, m: int) -> None:
 def test_all_row_counts(bits: int, offset: int, dtype: str, n: int, k: int) -> None:
     quant = QuantSpec(bits, 32, offset)
     case = Case(GemmSpec(("m",), n, k, "NK", dtype, "uint32", dtype, Epilogue(), quant))
+    for m in (0, 1, 3, 9):
+        check(case, m)
+
+
+@pytest.mark.parametrize("bits, offset", [(4, 7), (8, 127)])
+@pytest.mark.parametrize("dtype, n, k", [("float32", 77, 544), ("float16", 64, 330)])
+def test_weights_as_k_n(bits: int, offset: int, dtype: str, n: int, k: int) -> None:
+    quant = QuantSpec(bits, 32, offset)
+    case = Case(GemmSpec(("m",), n, k, "KN", dtype, "uint32", dtype, Epilogue(), quant))
     for m in (0, 1, 3, 9):
         check(case, m)
 
