@@ -1,8 +1,9 @@
-"""FuseWkv: each token's step of RWKV-5, 6 or 7 becomes one kernel.
+"""FuseWkv: the tokens of a recurrence of RWKV-4, 5, 6 or 7 become one kernel.
 
-Before: outer product, bonus, sum, product with r, decay, sum (six kernels that each pass over the
-state). After: `(out, state') = composite_wkv(r, k, v, w, u, state)`, one kernel that reads the
-state once and writes it once.
+Before: for every token an outer product, bonus, sum, product with r, decay, sum (six kernels that
+each pass over the state), slices of r, k, v, w before and writes of slices behind.
+After: `(out, state') = composite_wkv(r, k, v, w, u, state)`, one kernel for all tokens that reads
+the state once and writes it once.
 
 Spellings and refusals are those of `patterns.wkv`.
 """
@@ -20,5 +21,5 @@ __all__ = ["FuseWkv"]
 
 @register_pass("FuseWkv", stage="fuse")
 def FuseWkv(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
-    """Outline each step of a wkv recurrence."""
+    """Outline the tokens of each wkv recurrence."""
     return outline_found(mod, run, KIND, find_wkv)

@@ -1,4 +1,7 @@
-"""The implementation of the "wkv" composite: one token of RWKV-5, 6 or 7 in one kernel."""
+"""The implementation of the "wkv" composite: the tokens of one recurrence in one kernel.
+
+The contract is that of `patterns.wkv`: which tensors are loaded, and how, is in its attributes.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from ..report import Refusal
 from .group_norm import result_type
 from .norm import FLOATS, known_shape, too_large
 from .norm_program import Tensor
-from .wkv_cpu import emit_wkv_cpu
-from .wkv_cuda import emit_wkv_cuda
-from .wkv_spec import ROLES_BONUS, ROLES_DELTA, WkvSpec
+from .wkv_cpu import emit_wkv4_cpu, emit_wkv_cpu
+from .wkv_cuda import emit_wkv4_cuda, emit_wkv_cuda
+from .wkv_spec import WkvSpec
 
-__all__ = ["LARGEST_HEAD", "WkvToken", "wkv_spec"]
+__all__ = ["LARGEST_HEAD", "WkvTokens", "wkv_spec"]
 
 # Beyond this a thread's share of the state no longer fits its registers.
 LARGEST_HEAD = 512
+_STATES = {"softmax": ("num", "den", "peak")}
 
 
 def _tensor(name: str, ty: Any) -> Tensor:
@@ -38,6 +42,13 @@ class _Typed:
         self.ty = ty
 
 
+def _product(dims: Sequence[Any]) -> Any:
+    total: Any = 1
+    for d in dims:
+        total = total * d
+    return total
+
+
 def wkv_spec(composite: Composite) -> WkvSpec:
     """Return the kernel's spec.
 
@@ -47,60 +58,64 @@ def wkv_spec(composite: Composite) -> WkvSpec:
         When the kernels cannot compute the composite; says why.
     """
     attrs = composite.attrs
-    delta = attrs["form"] == "delta"
-    roles = ROLES_DELTA if delta else ROLES_BONUS
-    size, heads = int(attrs["size"]), int(attrs["heads"])
-    if not 2 <= size <= LARGEST_HEAD:
+    form, size, heads = attrs["form"], int(attrs["size"]), int(attrs["heads"])
+    tokens = int(attrs["tokens"])
+    matrix = form != "softmax"
+    if matrix and not 2 <= size <= LARGEST_HEAD:
         raise InputError(f"heads of {size} channels, expected 2 to {LARGEST_HEAD}")
-    tensors = [_tensor(r, composite.ty(r)) for r in roles]
-    fields = list(composite.result_ty.fields)
-    results = dict(zip(composite.outputs, fields, strict=True))
-    tensors.append(_tensor("out", results["out"]))
-    tensors.append(_tensor("new_state", results["state"]))
+    tensors = [_tensor(r, composite.ty(r)) for r in composite.roles]
+    fields = dict(zip(composite.outputs, list(composite.result_ty.fields), strict=True))
+    states = [_tensor(f"new_{s}", fields[s]) for s in _STATES.get(form, ("state",))]
+    batch = _product(states[0].shape[: int(attrs["batch_axes"])])
+    out_at = attrs["out_at"]
+    if out_at is None:
+        one = _tensor("out", fields["out0"])
+        out = Tensor("out", (tokens, *one.shape), one.dtype)
+        token = heads * size
+        out_at = {"b": token, "t": batch * token, "h": size, "n": 1}
+    else:
+        out = _tensor("out", fields["out"])
+    bound = {d for t in tensors for d in t.shape if isinstance(d, tirx.Var)}
+    tensors += [out, *states]
     if too_large([t.shape for t in tensors]):
         raise InputError("a tensor is empty or beyond 2**31 elements")
-    lead = list(tensors[roles.index("state")].shape[:-2])
-    count = 1
-    while lead and count < heads:
-        d = lead.pop()
-        if not isinstance(d, int):
-            raise InputError("the head axis is symbolic")
-        count *= d
-    if count != heads:
-        raise InputError(f"{heads} heads do not fit the state's axes")
-    batch: Any = 1
-    for d in lead:
-        batch = batch * d
-    bound = {d for t in tensors[: len(roles)] for d in t.shape if isinstance(d, tirx.Var)}
     if any(not isinstance(d, int) and d not in bound for t in tensors for d in t.shape):
         raise InputError("a size is an expression")
     return WkvSpec(
         tuple(tensors),
+        attrs["operands"],
+        out_at,
         batch,
-        1,
+        tokens,
         heads,
         size,
-        delta=delta,
-        value_major=bool(attrs["value_major"]),
-        decay_per_token=bool(attrs["decay_per_token"]),
+        delta=form == "delta",
+        value_major=form == "delta",
     )
 
 
-@register_implementation("wkv", priority=10)
-class WkvToken:
-    """One token of the recurrence; the state is read once and written once."""
+def _kernel(spec: WkvSpec, form: str, target: tvm.target.Target) -> tirx.PrimFunc:
+    cuda = target.kind.name == "cuda"
+    if form == "softmax":
+        return emit_wkv4_cuda(spec) if cuda else emit_wkv4_cpu(spec, target)
+    return emit_wkv_cuda(spec) if cuda else emit_wkv_cpu(spec, target)
 
-    name = "wkv.token"
+
+@register_implementation("wkv", priority=10)
+class WkvTokens:
+    """The tokens of one recurrence; the state is read once and written once."""
+
+    name = "wkv.tokens"
     kind = "wkv"
     targets = ("cuda", "llvm")
 
     def accepts(self, composite: Composite, target: tvm.target.Target) -> Accept | Refusal:
         """Take heads of up to 512 channels in any float dtype."""
         try:
-            wkv_spec(composite)
+            spec = wkv_spec(composite)
         except InputError as error:
             return Refusal(str(error), composite.kind)
-        return Accept()
+        return Accept("" if spec.single else f"{spec.tokens} tokens")
 
     def emit(
         self,
@@ -109,16 +124,27 @@ class WkvToken:
         bb: relax.BlockBuilder,
         target: tvm.target.Target,
     ) -> relax.Expr:
-        """Emit one call_tir with two results, in the composite's order."""
+        """Emit one call_tir; its results in the composite's order."""
         spec = wkv_spec(composite)
-        cuda = target.kind.name == "cuda"
-        func = emit_wkv_cuda(spec) if cuda else emit_wkv_cpu(spec, target)
-        gvar = bb.add_func(func, "wkv7" if spec.delta else "wkv")
-        operands = [args[composite.roles[role]] for role in spec.roles]
+        form = composite.attrs["form"]
+        func = _kernel(spec, form, target)
+        gvar = bb.add_func(func, {"delta": "wkv7", "softmax": "wkv4"}.get(form, "wkv"))
+        operands = [args[composite.roles[role]] for role in composite.roles]
         fields = list(result_type(composite, args).fields)
         types = dict(zip(composite.outputs, fields, strict=True))
-        call = relax.call_tir(gvar, operands, [types["out"], types["state"]])
-        if composite.outputs == ["out", "state"]:
+        states = list(_STATES.get(form, ("state",)))
+        separate = composite.attrs["out_at"] is None
+        out_ty = types["out0" if separate else "out"]
+        if separate:
+            shape = [spec.tokens, *(known_shape(_Typed(out_ty)) or [])]
+            out_ty = relax.TensorType(shape, str(out_ty.dtype))
+        call = relax.call_tir(gvar, operands, [out_ty, *(types[s] for s in states)])
+        if composite.outputs == ["out", *states]:
             return call
         both = bb.emit(call)
-        return relax.Tuple([bb.emit(relax.TupleGetItem(both, i)) for i in (1, 0)])
+        items = {s: bb.emit(relax.TupleGetItem(both, i + 1)) for i, s in enumerate(states)}
+        items["out"] = bb.emit(relax.TupleGetItem(both, 0))
+        for t in range(spec.tokens if separate else 0):
+            part = bb.emit(relax.op.strided_slice(items["out"], [0], [t], [t + 1]))
+            items[f"out{t}"] = bb.emit(relax.op.squeeze(part, [0]))
+        return relax.Tuple([items[name] for name in composite.outputs])

@@ -17,8 +17,8 @@ from tvm.script.ir_builder import tirx as T
 
 from .norm_cuda import FILL_BLOCKS
 from .norm_math import CUDA
-from .wkv4 import Wkv4Spec, wkv4_step
-from .wkv_spec import WkvSpec
+from .wkv4 import wkv4_step
+from .wkv_spec import WkvSpec, reading
 
 __all__ = ["WkvPlan", "emit_wkv4_cuda", "emit_wkv_cuda", "plan_wkv"]
 
@@ -52,7 +52,7 @@ def plan_wkv(spec: WkvSpec) -> WkvPlan:
         lanes *= 2
     columns = 32 // lanes
     warps = min(8, -(-spec.size // columns))
-    single = isinstance(spec.tokens, int) and spec.tokens == 1
+    single = spec.single
     heads = spec.batch * spec.heads
     if single and isinstance(heads, int):
         # Each block stages the token's vectors again, so stop a little short of a full machine.
@@ -85,7 +85,7 @@ def emit_wkv_cuda(spec: WkvSpec, plan: WkvPlan | None = None) -> tirx.PrimFunc:
     groups = -(-n // plan.columns)
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
-            T.func_name("wkv7" if spec.delta else "wkv6" if spec.decay_per_token else "wkv5")
+            T.func_name("wkv7" if spec.delta else "wkv")
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
             handles = [T.arg(f"p_{t.name}", T.handle()) for t in spec.tensors]
             buffers = [
@@ -129,10 +129,7 @@ def _body(
     def key(m: int) -> Any:
         return m * lanes + part
 
-    def role(name: str, index: Any) -> Any:
-        t = spec.tensors[spec.position(name)]
-        x = flat[spec.position(name)][index]
-        return x if t.dtype == "float32" else tirx.Cast("float32", x)
+    read = reading(spec, flat, CUDA)
 
     def masked(m: int, value_: Any) -> Any:
         if exact or (m + 1) * lanes <= n:
@@ -141,7 +138,7 @@ def _body(
 
     state = T.alloc_buffer((held,), "float32", scope="local")
     for m in range(held):
-        T.buffer_store(state, masked(m, role("state", spec.state_index(b, h, key(m), value))), [m])
+        T.buffer_store(state, masked(m, read("state", b=b, h=h, j=key(m), i=value)), [m])
     shared = {
         name: T.alloc_buffer((plan.stage * padded,), "float32", scope="shared")
         for name in spec.staged()
@@ -161,7 +158,7 @@ def _body(
                 loads.append(t < count)
             if not exact:
                 loads.append(j < n)
-            x = role(name, spec.offset(name, b, first + t, h) + j)
+            x = read(name, b=b, t=first + t, h=h, n=j)
             if loads:
                 x = tirx.if_then_else(
                     loads[0] if len(loads) == 1 else tirx.all(*loads),
@@ -182,7 +179,7 @@ def _body(
             base = 0 if name in spec.fixed() else slot * padded
             return shared[name][base + key(m)]
 
-        v = _local(role("v", spec.token_offset(b, t, h) + value))
+        v = _local(read("v", b=b, t=t, h=h, n=value))
         acc = _local(tirx.const(0, "float32"))
         if spec.delta:
             for m in range(held):
@@ -205,7 +202,7 @@ def _body(
         _meet(acc, lanes, first_step)
         out = spec.tensors[spec.position("out")]
         conds = ([part == 0] if lanes > 1 else []) + ([] if inside is None else [inside])
-        store_at = [spec.token_offset(b, t, h) + value]
+        store_at = [spec.out_index(b, t, h, value)]
         y = acc[0] if out.dtype == "float32" else tirx.Cast(out.dtype, acc[0])
         if conds:
             with T.If(conds[0] if len(conds) == 1 else tirx.all(*conds)), T.Then():
@@ -213,7 +210,7 @@ def _body(
         else:
             T.buffer_store(flat[spec.position("out")], y, store_at)
 
-    if plan.stage == 1 and isinstance(spec.tokens, int) and spec.tokens == 1:
+    if plan.stage == 1 and spec.single:
         for name in spec.staged():
             stage(name, 1, 0, 1)
         step(0, 0)
@@ -247,9 +244,9 @@ def _meet(acc: Any, lanes: int, first_step: int) -> None:
         T.buffer_store(acc, acc[0] + other, [0])
 
 
-def emit_wkv4_cuda(spec: Wkv4Spec) -> tirx.PrimFunc:
+def emit_wkv4_cuda(spec: WkvSpec) -> tirx.PrimFunc:
     """Return RWKV-4's recurrence: a thread owns a channel, its three state values in registers."""
-    threads = 32 if isinstance(spec.channels, int) and spec.channels <= 4096 else 128
+    threads = 32 if isinstance(spec.size, int) and spec.size <= 4096 else 128
     with IRBuilder() as builder:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_name("wkv4")
@@ -263,7 +260,7 @@ def emit_wkv4_cuda(spec: Wkv4Spec) -> tirx.PrimFunc:
                 T.reads()
                 T.writes()
                 flat = _flat(spec.tensors, buffers)
-                total = spec.batch * spec.channels
+                total = spec.batch * spec.size
                 blocks = tirx.floordiv(total + (threads - 1), threads)
                 if isinstance(total, int):
                     blocks = -(-total // threads)
@@ -275,8 +272,8 @@ def emit_wkv4_cuda(spec: Wkv4Spec) -> tirx.PrimFunc:
                     exact = isinstance(total, int) and total % threads == 0
 
                     def run() -> None:
-                        b = tirx.floordiv(at, spec.channels)
-                        c = tirx.floormod(at, spec.channels)
+                        b = tirx.floordiv(at, spec.size)
+                        c = tirx.floormod(at, spec.size)
                         wkv4_step(spec, flat, b, c, 1, CUDA)
 
                     if exact:

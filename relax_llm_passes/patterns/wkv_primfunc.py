@@ -22,7 +22,7 @@ from tvm_ffi import structural_equal
 
 from ..kernels.norm_program import Tensor
 from ..kernels.scalar_expr import substitute
-from ..kernels.wkv_spec import WkvSpec
+from ..kernels.wkv_spec import ROLES_BONUS, WkvSpec, compact_operands
 from ..report import Refusal
 
 __all__ = ["find_wkv_primfunc"]
@@ -231,10 +231,12 @@ def _spec(
         raise _No("heads or channels are symbolic", True)
     if not structural_equal(extents[axes[4]], out_shape[3]):
         raise _No("keys and values differ in number", True)
+    operands, out_at = compact_operands(
+        ROLES_BONUS, batch, tokens, heads, size, value_major, per_token
+    )
     return WkvSpec(
-        tuple(tensors), batch, tokens, heads, size,
-        value_major=value_major, decay_per_token=per_token, order=tuple(order),
-    )  # fmt: skip
+        tuple(tensors), operands, out_at, batch, tokens, heads, size, value_major=value_major
+    )
 
 
 def find_wkv_primfunc(func: tirx.PrimFunc, name: str = "") -> WkvSpec | Refusal | None:

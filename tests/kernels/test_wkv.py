@@ -9,10 +9,15 @@ from tvm import tirx
 
 from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing, run_primfunc, why_not
 from relax_llm_passes.kernels.norm_program import Tensor
-from relax_llm_passes.kernels.wkv4 import Wkv4Spec
 from relax_llm_passes.kernels.wkv_cpu import emit_wkv4_cpu, emit_wkv_cpu
 from relax_llm_passes.kernels.wkv_cuda import emit_wkv4_cuda, emit_wkv_cuda, plan_wkv
-from relax_llm_passes.kernels.wkv_spec import WkvSpec
+from relax_llm_passes.kernels.wkv_spec import (
+    ROLES_BONUS,
+    ROLES_DELTA,
+    ROLES_SOFTMAX,
+    WkvSpec,
+    compact_operands,
+)
 
 from .norm_cases import BOUND, CPU, NUMPY, relative_error
 
@@ -76,9 +81,11 @@ def spec_of(inputs, delta, value_major, per_token, dtype, symbolic=False):
     ]
     tensors.append(Tensor("out", (batch, count, heads, size), dtype))
     tensors.append(Tensor("new_state", inputs["state"].shape, "float32"))
+    roles = ROLES_DELTA if delta else ROLES_BONUS
+    operands, out_at = compact_operands(roles, batch, count, heads, size, value_major, per_token)
     return WkvSpec(
-        tuple(tensors), batch, count, heads, size, delta=delta, value_major=value_major,
-        decay_per_token=per_token,
+        tuple(tensors), operands, out_at, batch, count, heads, size,
+        delta=delta, value_major=value_major,
     )  # fmt: skip
 
 
@@ -193,7 +200,12 @@ def test_rwkv4(batch, tokens, channels, where):
         Tensor(n, x.shape, "float32")
         for n, x in zip(names, [*inputs.values(), *outputs], strict=True)
     )
-    spec = Wkv4Spec(tensors, batch, tokens, channels)
+    operands = {n: {"load": n, "at": {"b": channels, "n": 1}} for n in ROLES_SOFTMAX}
+    for n in "kv":
+        operands[n]["at"] = {"b": tokens * channels, "t": channels, "n": 1}
+    for n in "wu":
+        operands[n]["at"] = {"n": 1}
+    spec = WkvSpec(tensors, operands, operands["k"]["at"], batch, tokens, 1, channels)
     if where == "cuda":
         found = run_primfunc(
             emit_wkv4_cuda(spec), [*inputs.values(), *outputs], outputs=4, orders=1

@@ -132,45 +132,6 @@ def test_one_kernel_on_cuda(name):
         assert relative_error(got, want) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "spec, step, reference",
-    [(BONUS, bonus_step, bonus_reference), (DELTA, delta_step, delta_reference)],
-)
-def test_unrolled_tokens(spec, step, reference):
-    """Three tokens in a row, sliced out of whole tensors."""
-    tokens = 3
-    fixed = [n for n in spec if n in ("u", "state")]
-    given = {n: (((H,) if n in fixed else (tokens, H)) + s, "float32") for n, s in spec.items()}
-
-    def body(bb, state, **x):
-        outs = []
-        for t in range(tokens):
-            now = {}
-            for n, value in x.items():
-                if n in fixed:
-                    now[n] = value
-                    continue
-                part = bb.emit(op.strided_slice(value, [0], [t], [t + 1]))
-                now[n] = bb.emit(op.reshape(part, (H, *spec[n])))
-            out, state = step(bb, state=state, **now)
-            outs.append(bb.emit(op.broadcast_to(out, out.ty.shape)))
-        return [*outs, state]
-
-    mod = module(given, body)
-    _, lowered, _ = fuse(mod, CPU)
-    assert len([v for v in find_wkv(FunctionView(mod, "main")) if v]) == tokens
-    arrays = draw(given, {})
-    wide = {n: a.astype(np.float64) for n, a in zip(given, arrays, strict=True)}
-    state, wanted = wide.pop("state"), []
-    for t in range(tokens):
-        now = {n: a if n in fixed else a[t] for n, a in wide.items()}
-        order = [n for n in spec if n != "state"]
-        out, state = reference(*[now[n] for n in order], state)
-        wanted.append(out)
-    for got, want in zip(run_cpu(lowered, arrays), [*wanted, state], strict=True):
-        assert relative_error(got, want) < 1e-6
-
-
 def test_returned_outer_product_is_refused():
     def body(bb, r, k, v, w, u, state):
         kv = bb.emit(op.matmul(k, v))
