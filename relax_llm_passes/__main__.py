@@ -1,6 +1,6 @@
 """`python -m relax_llm_passes` is the command line."""
 
-from .cli import main
+from .cli.supervise import entry
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(entry())

@@ -7,15 +7,18 @@ runs on, and libraries by name before the target ("cublas, cuda -arch=sm_90").
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import tvm
 from tvm.target import Target
+from tvm.target import codegen as llvm
 
 from .errors import InputError, UnknownNameError
 
@@ -68,7 +71,10 @@ def _value(text: str) -> Any:
 
 
 def _from_flags(text: str) -> dict[str, Any]:
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"target {text!r}: {error}") from None
     config: dict[str, Any] = {"kind": words[0]}
     for word in words[1:]:
         if not word.startswith("-") or "=" not in word:
@@ -76,6 +82,36 @@ def _from_flags(text: str) -> dict[str, Any]:
         name, _, value = word.lstrip("-").partition("=")
         config[name] = value.split(",") if name in ("mattr", "keys") else _value(value)
     return config
+
+
+def _check_arch(config: Mapping[str, Any]) -> None:
+    """Refuse what nvcc would refuse, after minutes."""
+    arch = config["arch"]
+    if not isinstance(arch, str) or not re.fullmatch(r"sm_[1-9]\d{1,2}[af]?", arch):
+        raise InputError(f"target: arch {arch!r}: expected 'sm_' and a number, such as 'sm_90'")
+
+
+def _check_processor(config: Mapping[str, Any]) -> None:
+    """Refuse a triple that ends the process in LLVM, and processors that it replaces by another."""
+    triple, mcpu = config.get("mtriple", ""), config.get("mcpu")
+    known = sorted(str(t) for t in llvm.llvm_get_targets())
+    machine = str(triple).partition("-")[0]
+    aliases = ("amd64", "arm64", "i486", "i586", "i686")
+    if machine and machine not in aliases and not machine.startswith(tuple(known)):
+        raise InputError(
+            f"target: mtriple {triple!r}: LLVM knows no {machine!r}; expected for example "
+            "'x86_64-linux-gnu' or 'aarch64-linux-gnu'"
+        )
+    cores = config.get("num-cores")
+    if isinstance(cores, int) and cores < 1:
+        raise InputError(f"target: num-cores {cores}: expected at least 1")
+    if isinstance(mcpu, str):
+        basis = {"kind": "llvm", **({"mtriple": triple} if triple else {})}
+        processors = {str(p) for p in llvm.llvm_get_cpu_archlist(Target(basis))} | {"generic"}
+        if mcpu not in processors:
+            close = difflib.get_close_matches(mcpu, processors, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+            raise InputError(f"target: LLVM knows no mcpu {mcpu!r}{hint}")
 
 
 def _finish(config: dict[str, Any]) -> Target:
@@ -88,8 +124,11 @@ def _finish(config: dict[str, Any]) -> Target:
         config = {**_CUDA_DEFAULTS, **config}
         config.setdefault("host", {"kind": "llvm"})
         config.setdefault("arch", _present_arch())
+        _check_arch(config)
     elif kind not in SUPPORTED_KINDS:
         raise UnknownNameError("target", str(kind), (*SUPPORTED_KINDS, "native"))
+    if kind != "cuda":
+        _check_processor(config)
     try:
         return Target(config)
     except Exception as error:
@@ -152,6 +191,8 @@ def parse_target(spec: TargetLike | None = None) -> Target:
         kind = spec.kind.name
         if kind not in SUPPORTED_KINDS:
             raise UnknownNameError("target", kind, SUPPORTED_KINDS)
+        if kind == "cuda" and attribute(spec, "arch") is not None:
+            _check_arch({"arch": attribute(spec, "arch")})
         if kind == "cuda" and any(attribute(spec, k) is None for k in _CUDA_DEFAULTS):
             config = json.loads(str(spec))
             if spec.host is not None:
@@ -171,9 +212,10 @@ def parse_target(spec: TargetLike | None = None) -> Target:
         )
     if text.startswith("{"):
         try:
-            return _finish(json.loads(text))
+            config = json.loads(text)
         except json.JSONDecodeError as error:
             raise InputError(f"target {text!r} is no JSON: {error}") from None
+        return _finish(config)
     if "/" in text.split()[0]:
         try:
             return parse_target(Target(text))

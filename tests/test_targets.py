@@ -7,9 +7,11 @@ import tvm
 from tvm.target import Target
 
 import relax_llm_passes as rlp
+from relax_llm_passes.errors import InputError
 from relax_llm_passes.targets import (
     attribute,
     num_threads,
+    parse_target,
     split_libraries,
     vector_lanes,
 )
@@ -130,3 +132,27 @@ def test_vector_lanes_come_from_the_target():
 def test_number_of_threads():
     assert num_threads(rlp.parse_target("llvm -num-cores=6")) == 6
     assert num_threads(tvm.target.Target({"kind": "llvm"})) >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cuda -arch=sm_9x", "arch 'sm_9x': expected 'sm_' and a number"),
+        ("cuda -arch=90", "arch 90: expected"),
+        ("cuda -arch=", "arch ''"),
+        ("llvm -mcpu=znver33", "did you mean 'znver3'"),
+        ("llvm -mtriple=bogus", "LLVM knows no 'bogus'"),
+        ("llvm -num-cores=0", "expected at least 1"),
+        ("llvm 'x", "No closing quotation"),
+    ],
+)
+def test_what_would_fail_late_or_crash_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_target(text)
+
+
+def test_targets_of_other_machines_are_taken() -> None:
+    for text in ("llvm -mtriple=aarch64-linux-gnu -mcpu=cortex-a76", "cuda -arch=sm_100a"):
+        parse_target(text)
+    with pytest.raises(InputError, match="sm_8"):
+        parse_target(tvm.target.Target({"kind": "cuda", "arch": "sm_8"}))

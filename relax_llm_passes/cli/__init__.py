@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .common import CompileFailure, Parser, fail, show_warnings_as_lines
 
-__all__ = ["main"]
+__all__ = ["main", "parse"]
 
 # One module a command, in the order of the help text.
 _COMMANDS = ("list", "compile", "run", "check", "explain", "extract")
@@ -46,20 +46,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace | None, int]:
+    """Return the options, or None and the exit code where argparse has said all there is."""
+    try:
+        return _parser().parse_args(argv), 0
+    except SystemExit as stop:
+        return None, int(stop.code or 0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
+    """Run the command line in this process and return its exit code.
+
+    A crash of TVM ends this process; the installed program runs it in a child (`supervise.entry`).
 
     Parameters
     ----------
     argv : sequence of str, optional
         Arguments without the program's name; `sys.argv` by default.
     """
-    parser = _parser()
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has said why
-        return int(stop.code or 0)
+    args, code = parse(argv)
+    if args is None:
+        return code
     if args.command is None:
+        parser = _parser()
         parser.print_help()
         return 2
     show_warnings_as_lines()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..module_io import ModuleFile
 
 __all__ = [
+    "STAGE",
     "CompileFailure",
     "Parser",
     "Progress",
@@ -80,6 +81,20 @@ def show_warnings_as_lines() -> None:
     warnings.showwarning = show
 
 
+# Begins lines in a supervised child's log that say what it was about to do.
+STAGE = "relax-llm-passes: stage: "
+
+# In a supervised child, file descriptor 2 is a log that the parent reads, and sys.stderr is not.
+SUPERVISED = False
+
+
+def note_stage(text: str) -> None:
+    """Leave what is going on where a supervising parent finds it after a crash."""
+    if SUPERVISED:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{STAGE}{text}\n".encode())
+
+
 class Progress:
     """A line on stderr that says what is going on; nothing where stderr is no terminal."""
 
@@ -91,6 +106,7 @@ class Progress:
 
     def __call__(self, text: str) -> None:
         """Replace the line."""
+        note_stage(text)
         if not self.on:
             return
         self.done += 1
@@ -132,6 +148,12 @@ def quiet_on_error() -> Iterator[None]:
         stderr = sys.stderr.fileno()
     except (OSError, ValueError, AttributeError):  # replaced by something that is no file
         yield
+        return
+    if SUPERVISED:  # the parent does that
+        try:
+            yield
+        finally:
+            gc.collect()
         return
     sys.stderr.flush()
     saved = os.dup(stderr)
@@ -215,7 +237,7 @@ def make_pipeline(args: argparse.Namespace, progress: Progress | None = None, **
         options=parse_pass_config(args.pass_config),
         disabled=disabled_passes(args),
         verify=args.verify,
-        progress=progress,
+        progress=None if progress is None else lambda name: progress(f"running {name}"),
         **more,
     )
 

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="execute the generated CUDA code on the CPU and print its counters",
     )
     parser.add_argument(
+        "--no-upstream",
+        action="store_true",
+        help="with --cuda: leave out the comparison with TVM's default pipeline",
+    )
+    parser.add_argument(
         "--shape",
         action="append",
         default=[],
@@ -147,4 +152,13 @@ def explain_cuda(args: argparse.Namespace) -> int:
         print("sizes: " + ", ".join(f"{k}={v}" for k, v in sizes.items()))
     found = execute(mod, inputs, pipeline.target, function=name, relax_pipeline=pipeline)
     print(found.to_text())
+    if not args.no_upstream:
+        from tvm import relax
+
+        from ..cuda_on_cpu.compare import Compared, compare_pipelines, comparison_table
+
+        upstream = {"TVM's default": relax.get_default_pipeline(pipeline.target)}
+        rows = compare_pipelines(mod, inputs, pipeline.target, upstream, name=name, function=name)
+        rows.append(Compared(name, "this package", found.totals))
+        print("\n" + comparison_table(rows))
     return 0
