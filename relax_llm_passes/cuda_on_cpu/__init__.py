@@ -15,13 +15,17 @@ from typing import Any
 
 _HOME = {
     "CheckError": "harness",
+    "Compared": "compare",
     "Config": "harness",
     "Finding": "counters",
     "KernelResources": "nvcc",
     "LaunchStats": "counters",
     "RunResult": "harness",
+    "compare_pipelines": "compare",
+    "comparison_table": "compare",
     "configure": "harness",
     "cuda_target": "harness",
+    "embedded_cubins": "nvcc",
     "explain_cuda": "explain",
     "findings": "harness",
     "install": "harness",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -11,15 +12,17 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnsupportedError
+from ..kernels.limits import KernelLimits
 from .build import cache_dir
 
-__all__ = ["KernelResources", "compile_cubin", "cuda_sources", "nvcc_check", "nvcc_missing"]
+__all__ = ["KernelResources", "compile_cubin", "cuda_sources", "embedded_cubins", "nvcc_check",
+           "nvcc_missing"]  # fmt: skip
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -59,14 +62,22 @@ class KernelResources:
     dynamic_smem: int = -1
 
     def within(
-        self, registers: int = 255, spills: int = 0, static_smem: int = 49152,
+        self,
+        limits: KernelLimits | None = None,
+        *,
+        registers: int = 255,
+        spills: int = 0,
+        static_smem: int = 49152,
         dynamic_smem: int = 49152,
-    ) -> str:  # fmt: skip
-        """Which of these limits the kernel breaks, as text; empty when none."""
+    ) -> str:
+        """Which of these limits the kernel breaks, as text; empty when none.
+
+        ``limits`` are those that a kernel's file states; without them the numbers count.
+        """
+        if limits is None:
+            limits = KernelLimits(registers, spills, static_smem, dynamic_smem)
         broken = []
-        for name, limit in (("registers", registers), ("spills", spills),
-                            ("static_smem", static_smem),
-                            ("dynamic_smem", dynamic_smem)):  # fmt: skip
+        for name, limit in asdict(limits).items():
             if getattr(self, name) > limit:
                 broken.append(f"{name} {getattr(self, name)} > {limit}")
         return f"{self.kernel} on {self.arch}: {', '.join(broken)}" if broken else ""
@@ -85,6 +96,22 @@ def _nvcc() -> str | None:
         if os.access(c, os.X_OK):
             return str(c)
     return None
+
+
+def cuda_library_dirs() -> list[Path]:
+    """Folders that may hold CUDA's runtime library: beside nvcc, and those of PyPI's packages."""
+    nvcc = _nvcc()
+    found: list[Path] = []
+    if nvcc is not None:
+        # nvcc may be a script that calls the real one: ask it where its files are.
+        text = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
+        top = re.search(r"#\$ TOP=(\S+)", text.stderr)
+        if top:
+            root = Path(top.group(1)).resolve()
+            found += [root / "lib64", root / "lib", root / "targets" / "x86_64-linux" / "lib"]
+    site = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    found += [*sorted(site.glob("cu*/lib")), *sorted(site.glob("cuda_runtime/lib"))]
+    return [f for f in found if f.is_dir()]
 
 
 def nvcc_missing() -> str:
@@ -179,6 +206,45 @@ def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> tuple[
             os.replace(out, cubin)
             os.replace(Path(work) / "log", log)
     return cubin.read_bytes(), log.read_text()
+
+
+@contextlib.contextmanager
+def embedded_cubins() -> Iterator[None]:
+    """Inside, what ``tvm.compile`` makes for CUDA carries cubins, so it can be exported as it is.
+
+    nvcc compiles for the architecture that the target names; no GPU is needed. Such a module runs
+    on a real GPU only.
+
+    Raises
+    ------
+    UnsupportedError
+        No nvcc, or (in ``tvm.compile``) it refuses a kernel, or the target names no architecture.
+    """
+    import tvm
+    import tvm_ffi
+
+    from .availability import real_gpu_missing
+    from .harness import install
+
+    if _nvcc() is None:
+        raise UnsupportedError(f"cannot make cubins: {nvcc_missing()}")
+    if real_gpu_missing():
+        install()  # without a device TVM compiles no kernels
+
+    def to_cubin(code: str) -> bytes:
+        target = tvm.target.Target.current(allow_none=True)
+        arch = str(target.attrs.get("arch", "")) if target is not None else ""
+        if not arch:
+            raise UnsupportedError("the target names no architecture; write 'cuda -arch=sm_90'")
+        return compile_cubin(code, arch)[0]
+
+    name = "tvm_callback_cuda_compile"
+    before = tvm.get_global_func(name)
+    tvm_ffi.register_global_func(name, to_cubin, override=True)
+    try:
+        yield
+    finally:
+        tvm_ffi.register_global_func(name, before, override=True)
 
 
 def _parse(log: str, arch: str, dynamic: dict[str, int]) -> list[KernelResources]:

@@ -346,7 +346,23 @@ extern "C" __global__ void k(int* a, int* b) {
      '{%0}, {%0}, {%0}, {%0};" :: "r"(1));',
      "m8n8k4"),
     ('asm volatile("bar.sync 1, 64;");', "bar.sync 1"),
+    ('asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0}, %1, %2, 1, 1, 1, 0, 0;"'
+     ' :: "r"(1), "l"(b), "l"(b));',
+     "wgmma.mma_async"),
+    ('asm volatile("tcgen05.fence::before_thread_sync;");', "tcgen05.fence"),
+    ('asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(1));', "mbarrier.init"),
+    ('asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier'
+     '::complete_tx::bytes [%0], [%1, {%2, %3}], [%0];"'
+     ' :: "r"(1), "l"(b), "r"(0), "r"(0));',
+     "cp.async.bulk.tensor.2d"),
+    ('asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 '
+     '{%0}, {%0}, {%0}, {%0};" :: "r"(1));',
+     "e4m3"),
+    ('asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%0};" :: "r"(1));',
+     "stmatrix"),
+    ("CUtensorMap* map; cuTensorMapEncodeTiled(map);", "TMA"),
     ("__nv_fp8_e4m3 x;", "fp8"),
+    ("__cluster_dims__(2, 1, 1);", "thread block clusters"),
     ("__syncthreads_count(1);", "__syncthreads_count"),
     ("b[0] = __some_new_intrinsic(1);", "__some_new_intrinsic"),
 ])  # fmt: skip
