@@ -255,19 +255,19 @@ def _transpose_rows(
 ) -> None:
     columns, lanes, n = tiles.columns, tiles.lanes, spec.n
     read = row_reader(spec, buffers)
-    with T.serial(i64(0), i64(tiles.vectors)) as q:
-        rows = []
-        for j in range(lanes):
-            row = first + q * lanes + j
-            rows.append(let(tirx.min(row, i64(n - 1)) if n % columns else row))
-        at = let(base + q * lanes)
-        whole = let(tirx.floordiv(k_size, i64(lanes)))
-        with T.serial(i64(0), whole) as ko:
-            k = let(ko * lanes)
-            vectors = transpose([read(row, k_start + k, lanes) for row in rows], lanes)
-            for i, vector in enumerate(vectors):
-                store(scratch, vector, at + (k + i) * columns, lanes)
-        if spec.k % lanes:
-            with T.serial(whole * lanes, k_size) as k:
-                for j, row in enumerate(rows):
-                    store(scratch, read(row, k_start + k, 1), at + k * columns + j)
+    rows = []
+    for j in range(columns):
+        row = first + j
+        rows.append(let(tirx.min(row, i64(n - 1)) if n % columns else row))
+    whole = let(tirx.floordiv(k_size, i64(lanes)))
+    # All rows of the panel in one pass: whole cache lines of the scratch are written.
+    with T.serial(i64(0), whole) as ko:
+        k = let(ko * lanes)
+        for q in range(0, columns, lanes):
+            some = [read(row, k_start + k, lanes) for row in rows[q : q + lanes]]
+            for i, vector in enumerate(transpose(some, lanes)):
+                store(scratch, vector, base + (k + i) * columns + q, lanes)
+    if spec.k % lanes:
+        with T.serial(whole * lanes, k_size) as k:
+            for j, row in enumerate(rows):
+                store(scratch, read(row, k_start + k, 1), base + k * columns + j)
