@@ -18,6 +18,7 @@ from tvm_ffi import structural_equal, structural_hash
 
 from . import verify
 from .cloning import new_seq
+from .emission import Emitted, emission_key
 from .errors import InputError
 from .outline import COMPOSITE_PREFIX, inline
 from .registry import PassRun, load_plugins, register_pass
@@ -230,20 +231,24 @@ class _Rewriter:
         self.bb = relax.BlockBuilder(mod)
         self.composites = composites(mod)
         self.choices: dict[str, Implementation | None] = {}
-        self.seen: dict[int, list[tuple[relax.Function, Implementation | None]]] = {}
+        self.seen: dict[int, list[Composite]] = {}
+        self.alike: dict[str, Composite] = {}  # the first composite that is equal to this one
+        self.emitted: dict[tuple[Any, ...], Emitted] = {}
+
+    def first(self, composite: Composite) -> Composite:
+        """Return the first composite with the same program: layers share what is found for one."""
+        if composite.name not in self.alike:
+            others = self.seen.setdefault(structural_hash(composite.func), [])
+            same = (c for c in others if structural_equal(c.func, composite.func))
+            self.alike[composite.name] = next(same, composite)
+            if self.alike[composite.name] is composite:
+                others.append(composite)
+        return self.alike[composite.name]
 
     def implementation(self, composite: Composite, function: str, binding: str) -> Any:
         """Return the implementation for a composite, asked once; layers share the answer."""
         if composite.name not in self.choices:
-            key = structural_hash(composite.func)
-            for other, choice in self.seen.get(key, []):
-                if structural_equal(other, composite.func):
-                    self.choices[composite.name] = choice
-                    break
-            else:
-                choice = self.decide(composite, function, binding)
-                self.choices[composite.name] = choice
-                self.seen.setdefault(key, []).append((composite.func, choice))
+            self.choices[composite.name] = self.decide(composite, function, binding)
         return self.choices[composite.name]
 
     def decide(self, composite: Composite, function: str, binding: str) -> Implementation | None:
@@ -312,6 +317,7 @@ class _Rewriter:
         composite = self.composites.get(value.op.name_hint)
         if composite is None:
             return [binding]
+        composite = self.first(composite)
         implementation = self.implementation(composite, name, binding.var.name)
         if implementation is None:
             return [binding]
@@ -321,13 +327,19 @@ class _Rewriter:
         self, name: str, binding: Any, composite: Composite, impl: Implementation, dataflow: bool
     ) -> list[Any]:
         bb, call = self.bb, binding.value
+        args = list(call.args)
+        key = emission_key(composite.name, args, dataflow)
+        known = self.emitted.get(key) if key is not None else None
+        if known is not None and known.fits(args, call.ty):
+            self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name)
+            return known.again(args, binding.var)
         if dataflow:
             bb._begin_dataflow_block()
         else:
             bb._begin_binding_block()
         problem = ""
         try:
-            result = bb.normalize(impl.emit(composite, list(call.args), bb, self.target))
+            result = bb.normalize(impl.emit(composite, args, bb, self.target))
             if not structural_equal(result.ty, call.ty):
                 problem = f"{impl.name} emitted {result.ty}, the composite has {call.ty}"
         except Exception as error:
@@ -342,6 +354,8 @@ class _Rewriter:
             self.choices[composite.name] = None
             return [binding]
         self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name)
+        if key is not None:
+            self.emitted[key] = Emitted(args, list(block.bindings), result)
         return [*block.bindings, relax.VarBinding(binding.var, result)]
 
 

@@ -14,6 +14,8 @@ from tvm import tirx
 from tvm.ir import TensorLoad
 from tvm.sym import Analyzer
 
+from ..expressions import VAR_TYPES
+
 __all__ = [
     "TensorLoad",
     "any_node",
@@ -101,36 +103,52 @@ def as_float32(expr: Any) -> Any:
     return expr if dtype_of(expr) == "float32" else tirx.Cast("float32", expr)
 
 
+# The fields that hold a node's children. TVM's classes answer isinstance slowly, and these walks
+# are most of a recogniser's time: each class is asked once.
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _fields(expr: Any) -> tuple[str, ...]:
+    found = _FIELDS.get(type(expr))
+    if found is None:
+        if isinstance(expr, _BINARY):
+            found = ("a", "b")
+        elif isinstance(expr, _UNARY):
+            found = ("a",)
+        elif isinstance(expr, tirx.Cast):
+            found = ("value",)
+        elif isinstance(expr, tirx.Select):
+            found = ("condition", "true_value", "false_value")
+        elif isinstance(expr, TensorLoad):
+            found = ("indices",)
+        elif isinstance(expr, tirx.Let):
+            found = ("value", "body")
+        elif isinstance(expr, tvm.ir.Call):
+            found = ("args",)
+        else:
+            found = ()
+        _FIELDS[type(expr)] = found
+    return found
+
+
 def _children(expr: Any) -> list[Any]:
-    if isinstance(expr, _BINARY):
-        return [expr.a, expr.b]
-    if isinstance(expr, _UNARY):
-        return [expr.a]
-    if isinstance(expr, tirx.Cast):
-        return [expr.value]
-    if isinstance(expr, tirx.Select):
-        return [expr.condition, expr.true_value, expr.false_value]
-    if isinstance(expr, TensorLoad):
-        return list(expr.indices)
-    if isinstance(expr, tirx.Let):
-        return [expr.value, expr.body]
-    if isinstance(expr, tvm.ir.Call):
-        return list(expr.args)
-    return []
+    fields = _fields(expr)
+    if fields == ("indices",) or fields == ("args",):
+        return getattr(expr, fields[0])[:]
+    return [getattr(expr, name) for name in fields]
 
 
 def _rebuild(expr: Any, children: list[Any]) -> Any:
-    if isinstance(expr, (*_BINARY, *_UNARY)):
-        return type(expr)(*children)
-    if isinstance(expr, tirx.Cast):
+    fields = _fields(expr)
+    if fields == ("value",):
         return tirx.Cast(dtype_of(expr), children[0])
-    if isinstance(expr, tirx.Select):
-        return tirx.Select(*children)
-    if isinstance(expr, TensorLoad):
+    if fields == ("indices",):
         return tirx.BufferLoad(expr.source, children)
-    if isinstance(expr, tirx.Let):
+    if fields == ("value", "body"):
         return tirx.Let(expr.var, *children)
-    return tirx.call_intrin(dtype_of(expr), expr.op, *children)
+    if fields == ("args",):
+        return tirx.call_intrin(dtype_of(expr), expr.op, *children)
+    return type(expr)(*children)
 
 
 def rewrite(expr: Any, replace: Callable[[Any], Any | None]) -> Any:
@@ -138,14 +156,18 @@ def rewrite(expr: Any, replace: Callable[[Any], Any | None]) -> Any:
     memo: dict[Any, Any] = {}
 
     def visit(node: Any) -> Any:
+        if isinstance(node, (tirx.IntImm, tirx.FloatImm)):
+            # Not remembered: constants of other dtypes are equal as keys.
+            fresh = replace(node)
+            return node if fresh is None else fresh
         if node in memo:
             return memo[node]
         new = replace(node)
         if new is None:
             old = _children(node)
-            fresh = [visit(c) for c in old]
-            same = all(a is b or a.same_as(b) for a, b in zip(old, fresh, strict=True))
-            new = node if same else _rebuild(node, fresh)
+            parts = [visit(c) for c in old]
+            same = all(a is b or a.same_as(b) for a, b in zip(old, parts, strict=True))
+            new = node if same else _rebuild(node, parts)
         memo[node] = new
         return new
 
@@ -156,7 +178,7 @@ def substitute(expr: Any, values: Mapping[Any, Any]) -> Any:
     """Return `expr` with variables replaced (keys are `tirx.Var`, values are expressions)."""
     if not values:
         return expr
-    return rewrite(expr, lambda n: values.get(n) if isinstance(n, tirx.Var) else None)
+    return rewrite(expr, lambda n: values.get(n) if type(n) in VAR_TYPES else None)
 
 
 def any_node(expr: Any, test: Callable[[Any], bool]) -> bool:
@@ -175,9 +197,7 @@ def any_node(expr: Any, test: Callable[[Any], bool]) -> bool:
 
 def depends_on(expr: Any, *variables: Any) -> bool:
     """Tell whether any of the variables occurs in `expr`."""
-    return any_node(
-        expr, lambda n: isinstance(n, tirx.Var) and any(n.same_as(v) for v in variables)
-    )
+    return any_node(expr, lambda n: type(n) in VAR_TYPES and any(n.same_as(v) for v in variables))
 
 
 def buffer_loads(expr: Any) -> list[Any]:
@@ -185,7 +205,7 @@ def buffer_loads(expr: Any) -> list[Any]:
     found: list[Any] = []
 
     def note(node: Any) -> bool:
-        if isinstance(node, TensorLoad):
+        if _fields(node) == ("indices",):
             found.append(node)
         return False
 
