@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +21,8 @@ from relax_llm_passes.fusion.partition_gemm import PartitionGemm
 from relax_llm_passes.kernels import cutlass, cutlass_build
 from relax_llm_passes.kernels.cutlass_source import CutlassSpec, source
 
-from ..patterns.gemm_cases import ACCEPTED, Case
-from ..patterns.gemm_reference import reference
+from ..patterns.gemm_cases import ACCEPTED, SIZES, Case
+from ..patterns.gemm_reference import Double, reference
 
 HEADERS = cutlass_build.find_headers()
 needs_nvcc = pytest.mark.skipif(
@@ -76,6 +79,92 @@ def test_every_accepted_form_is_planned_or_refused_with_a_reason(case, dtype):
 def _composite(case, dtype):
     (found,) = lower.composites(PartitionGemm()(case.module(dtype))).values()
     return found
+
+
+FORMULAS = {  # of cutlass_gemm.cuh and of each source, as Python
+    "erff": math.erf, "tanhf": math.tanh, "expf": math.exp,
+}  # fmt: skip
+
+
+def _python(formula):
+    """`x > 0.0f ? x : 0.0f` as a function."""
+    text = re.sub(r"(?<=[0-9.])f\b", "", formula)
+    text = re.sub(r"-?0x[0-9a-f.]+p[+-]\d+", lambda m: repr(float.fromhex(m.group())), text)
+    choice = re.fullmatch(r"(.*) \? (.*) : (.*)", text)
+    if choice:
+        text = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
+    return np.vectorize(eval(f"lambda x: {text}", dict(FORMULAS)))
+
+
+def _functors(text):
+    header = Path(cutlass_build.__file__).with_name("cutlass_gemm.cuh").read_text()
+    steps = re.findall(r"RELAX_LLM_STEP\((\w+),\s*(.*)\)\n", header + text)
+    return {name: _python(formula) for name, formula in steps if name != "Name"}
+
+
+def _split(text):
+    """Split at commas outside brackets."""
+    parts, depth = [""], 0
+    for c in text:
+        depth += (c in "<{(") - (c in ">})")
+        if c == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [p.strip() for p in parts]
+
+
+def _evaluate(kind, arguments, sums, operands, functors):
+    """Compute what a visitor tree of this type computes when it gets these arguments."""
+    if kind == "Sums":
+        assert arguments == "{}"
+        return sums
+    if kind.startswith(("Row<", "Matrix<")):
+        name, _, stride = _split(arguments[1:-1])
+        assert stride == ("{_0{}, _1{}, 0}" if kind[0] == "R" else "{p.n, _1{}, p.m * p.n}")
+        value = operands[name]
+        return value.reshape(-1) if kind[0] == "R" else value
+    node, *children = _split(kind.removeprefix("Sm80EVT<")[:-1])
+    *inner, own = _split(arguments[1:-1])
+    assert len(inner) == len(children)
+    values = [
+        _evaluate(k, a, sums, operands, functors) for k, a in zip(children, inner, strict=True)
+    ]
+    if node.startswith("Store<"):
+        assert own.endswith("{p.n, _1{}, p.m * p.n}}")
+        return values[0]
+    functor = node.removeprefix("Compute<")[:-1]
+    assert own == "{}"
+    if functor.startswith("cutlass::"):
+        return {"plus": np.add, "multiplies": np.multiply}[functor[9:]](*values)
+    return functors[functor](*values)
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=lambda c: c.name)
+def test_the_tree_computes_the_epilogue(case):
+    """The types and arguments that are generated, read back and evaluated in float64."""
+    if case.name in REFUSED:
+        pytest.skip("not planned")
+    plan = _plan(case)
+    text = source(plan.spec)
+    kind = re.search(r"using Type = (.*);", text)[1]
+    arguments = re.search(r"return (\{.*\});", text)[1]
+    # The composite's own body is the reference.
+    mod = PartitionGemm()(case.module("float64"))
+    (composite,) = lower.composites(mod).values()
+    generator = np.random.default_rng(0)
+    arrays = [
+        generator.normal(size=[SIZES[d.name] if hasattr(d, "name") else int(d) for d in p.ty.shape])
+        for p in composite.func.params
+    ]
+    values = {role: arrays[i] for role, i in composite.roles.items()}
+    rhs = values["rhs"]
+    rhs = np.swapaxes(rhs, -1, -2) if composite.attrs["rhs_layout"] == "NK" else rhs
+    operands = {f"e{i}": values[role] for i, role in enumerate(plan.operands)}
+    sums = np.matmul(values["lhs"], rhs)
+    got = _evaluate(kind, arguments, sums, operands, _functors(text))
+    want = Double(mod).run(composite.name, arrays)
+    np.testing.assert_allclose(got.reshape(want.shape), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,9 @@ _OPERATORS = {
 }
 
 
-class _Double(Interpreter):
+class Double(Interpreter):
+    """The interpreter with the operators of the cases, for float64 modules."""
+
     def _op(self, call: Any, env: dict) -> Any:
         name = call.op.name if isinstance(call.op, Op) else ""
         values = lambda: [self._expr(a, env) for a in call.args[:]]  # noqa: E731
@@ -44,5 +46,5 @@ class _Double(Interpreter):
 
 def reference(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Return the outputs of a case for inputs of any dtype, computed in float64."""
-    result = _Double(case.module("float64")).run("main", [a.astype("float64") for a in arrays])
+    result = Double(case.module("float64")).run("main", [a.astype("float64") for a in arrays])
     return list(result) if isinstance(result, tuple) else [result]
