@@ -7,6 +7,7 @@ import importlib
 # In the order of the default pipeline.
 MODULES = (
     "relax_llm_passes.fusion.expand_attention",
+    "relax_llm_passes.fusion.expand_rotary",
     "relax_llm_passes.fusion.canonicalize_bindings",
     "relax_llm_passes.fusion.inplace_kv_cache",
     "relax_llm_passes.fusion.wkv",

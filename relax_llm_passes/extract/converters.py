@@ -132,6 +132,35 @@ def _slice(bounds: Mapping[str, tuple[int, int | None]]) -> Converter:
     return convert
 
 
+def _index_put(node: Any, importer: Any) -> Any:
+    """``x[:, :, index] = rows`` (``index_put``, ``index_copy``): one axis by a list of positions.
+
+    TVM 0.27 gives every ``:`` before the index a shape that does not broadcast with the others, and
+    asks for one index tensor an axis.
+    """
+    from tvm import relax
+
+    data, indices, values = (importer.env.get(a, a) if _is_node(a) else a for a in node.args[:3])
+    tensors = [(axis, importer.env[i]) for axis, i in enumerate(indices) if i is not None]
+    accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+    plain = len(tensors) == 1 and len(tensors[0][1].ty.shape.values) == 1 and not accumulate
+    if not plain or str(tensors[0][1].ty.dtype) == "bool":
+        return importer._index_put(node)
+    emit = importer.block_builder.emit
+    ((axis, index),) = tensors
+    shape = list(data.ty.shape.values)
+    shape[axis] = index.ty.shape.values[0]
+    if [str(d) for d in values.ty.shape.values] != [str(d) for d in shape]:
+        values = emit(relax.op.broadcast_to(values, shape))
+    around = [shape[axis] if i == axis else 1 for i in range(len(shape))]
+    wide = emit(relax.op.broadcast_to(emit(relax.op.reshape(index, around)), shape))
+    return emit(relax.op.scatter_elements(data, wide, values, axis=axis))
+
+
+def _is_node(value: Any) -> bool:
+    return hasattr(value, "op") and hasattr(value, "target")
+
+
 def fixed_converters(
     bounds: Mapping[str, tuple[int, int | None]] | None = None,
 ) -> dict[str, Converter]:
@@ -146,6 +175,7 @@ def fixed_converters(
     return {
         "select.int": _select,
         "slice.Tensor": _slice(bounds),
+        "index_put.default": _index_put,
         "mm.default": _matmul,
         "bmm.default": _matmul,
         "matmul.default": _matmul,

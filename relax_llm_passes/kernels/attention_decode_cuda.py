@@ -23,6 +23,7 @@ from .attention_pieces import (
     local,
     opaque,
     static_int,
+    uncast,
 )
 from .attention_pieces_cuda import THREADS, CudaKernel, exp, lanes_sum, sync
 from .attention_plan import Append, AttentionPlan
@@ -207,6 +208,24 @@ class _Decode:
             with T.If(t < high), T.Then():
                 self._copy(self.plan.append_k, "d", t, self.dn, self.dv, True)
                 self._copy(self.plan.append_v, "e", t, self.en, self.ev, self.exact)
+
+    def _copy(self, append: Any, axis: str, t: Any, n: int, vector: int, exact: bool) -> None:
+        """Copy this thread's part of row t from the old cache to the new one."""
+        with T.unroll(i64(n)) as i:
+
+            def store() -> None:
+                with T.vectorized(i64(vector)) as j:
+                    at = {axis: self._depth(i, j, vector), "t": t}
+                    where = [self.kernel.at(x, **at) for x in append.index]
+                    value = uncast(self.kernel.at(append.past, **at), str(append.cache.dtype))
+                    T.buffer_store(append.cache, value, where)
+
+            if exact:
+                store()
+            else:
+                limit = i64(self.plan.E if axis == "e" else self.plan.D)
+                with T.If(self._depth(i, i64(0), vector) < limit), T.Then():
+                    store()
 
     def _write_new(self, first: Any, last: Any, start: Any) -> None:
         """Write the new rows of [first, last) to both caches; the block sees them afterwards."""

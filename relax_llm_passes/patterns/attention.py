@@ -359,6 +359,7 @@ class _Finder:
         plan.inputs, leaves = self._inputs(plan)
         plan.tir_vars = free_sizes(plan)
         region = region_between(view, [out, *caches], leaves)
+        self._take_dead(region)
         self._check_region(region, out, caches)
         facts = attention_facts(plan, reader)
         return AttentionMatch(plan, leaves, region, out, caches, softmax, facts)
@@ -410,6 +411,20 @@ class _Finder:
                 buffers.append(buffer)
                 leaves.append(leaf)
         return buffers, leaves
+
+    def _take_dead(self, region: dict[Any, None]) -> None:
+        """Add readers whose results nobody uses (the places of a maximum beside its values)."""
+        view = self.view
+
+        def dead(var: Any) -> bool:
+            return not view.is_output(var) and all(dead(u.var) for u in view.users(var))
+
+        pending = list(region)
+        while pending:
+            for user in view.users(pending.pop()):
+                if user.var not in region and dead(user.var):
+                    region[user.var] = None
+                    pending.append(user.var)
 
     def _check_region(self, region: dict[Any, None], out: Any, caches: Sequence[Any]) -> None:
         """Refuse when a big intermediate of the region is needed outside."""

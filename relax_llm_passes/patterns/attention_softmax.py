@@ -184,14 +184,15 @@ class SoftmaxRows:
         self.score = rewrite(value, put)
 
     def _without_shift(self, value: Any) -> tuple[Any, Any]:
-        """Return (scores, maximum): a maximum that is subtracted from a row changes no weight."""
+        """Return (scores, shift): what is subtracted from a whole row changes no weight."""
         if not isinstance(value, tirx.Sub) or depends_on(value.b, self.t):
             return value, None
         names = {b: v for v, b in self.reader.leaves.items()}
         loads = buffer_loads(value.b)
         leaves = [names.get(load.source) for load in loads]
-        maxima = [v for v in leaves if is_var(v) and self.view.call(v, "relax.max") is not None]
-        if len(loads) != 1 or len(maxima) != 1:
+        # Usually the row's maximum, whatever operator gave it. A parameter is kept: its value says
+        # something (a mask of whole rows).
+        if len(loads) != 1 or not is_var(leaves[0]) or self.view.index(leaves[0]) < 0:
             return value, None
         return value.a, value.b
 
@@ -210,10 +211,10 @@ class SoftmaxRows:
         if (shift is None) != (other is None) or (
             shift is not None and not reader.same(shift, other)
         ):
-            raise fail("the extra logit is shifted by another maximum than the scores", scores)
+            raise fail("the extra logit is shifted by something else than the scores", scores)
         names = {b: v for v, b in reader.leaves.items()}
         leaves = [names.get(load.source) for load in buffer_loads(value)]
-        if any(is_var(v) and v.same_as(self.qk) for v in leaves):
+        if any(v is not None and v.same_as(self.qk) for v in leaves):
             raise fail("the extra logit comes from the product of queries and keys", scores)
         if depends_on(value, self.s):
             raise fail("the extra logit differs between the queries", scores)

@@ -24,14 +24,13 @@ from ..kernels.scalar_expr import (
     call_name,
     depends_on,
     dtype_of,
-    i64,
     rewrite,
     substitute,
 )
 from ..report import Refusal
 from .elements import LAYOUT, ElementReader, Unreadable, is_biased_product
 
-__all__ = ["Rotary", "RotaryMatch", "classify_rotary", "find_rotary"]
+__all__ = ["Rotary", "RotaryMatch", "classify_rotary", "find_rotary", "rotary_factors"]
 
 KIND = "rotary"
 _MAX_DIM = 512
@@ -118,7 +117,7 @@ def _fold_choices(expr: Any, analyzer: Any) -> Any:
 
 
 def _at_depth(expr: Any, d: Any, value: int, analyzer: Any) -> list[tuple[float, list[Any]]] | None:
-    fixed = _fold_choices(substitute(expr, {d: i64(value)}), analyzer)
+    fixed = _fold_choices(substitute(expr, {d: tirx.IntImm(dtype_of(d), value)}), analyzer)
     loads = buffer_loads(fixed)
     if len(loads) == 1:
         return [(1.0, loads)]  # passes through, perhaps with a bias or a clip
@@ -248,6 +247,18 @@ def _pair_at(terms: Any, source: Any, analyzer: Any) -> dict[str, float] | None:
             return None
         found[str([analyzer.simplify(i) for i in mine[0].indices])] = factor
     return found if len(found) == 2 else None
+
+
+def rotary_factors(expr: Any, d: Any, depth: int, source: Any) -> dict[Any, tuple[float, Any]]:
+    """Return, by table buffer, the factor and the turned element that meet at one depth."""
+    terms = _at_depth(expr, d, depth, bound_analyzer({}))
+    found = {}
+    for factor, loads in terms or []:
+        mine = [x for x in loads if x.source.same_as(source)]
+        others = [x for x in loads if not x.source.same_as(source)]
+        if len(mine) == 1 and len(others) == 1:
+            found[others[0].source] = (factor, mine[0])
+    return found
 
 
 _MAKES = ("relax.add", "relax.subtract", "relax.concat", "relax.reshape", "relax.stack")

@@ -104,7 +104,8 @@ def _from_torch(entry: Recipe, source: Source, size: str, golden: bool) -> Built
     from relax_llm_passes.extract import export_module, import_exported
 
     dynamic = _automatic(source.dynamic) if source.auto else source.dynamic
-    program = export_module(source.module, source.args, dynamic)
+    # A copy: tracing leaves its stand-ins in buffers that a model overwrites.
+    program = export_module(copy.deepcopy(source.module), source.args, dynamic)
     mod = import_exported(program, keep_attention=source.keep_attention)
     function = mod[source.function]
     weights = {
