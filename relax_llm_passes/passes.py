@@ -12,6 +12,7 @@ MODULES = (
     "relax_llm_passes.fusion.inplace_kv_cache",
     "relax_llm_passes.fusion.wkv",
     "relax_llm_passes.fusion.group_norm_gate",
+    "relax_llm_passes.fusion.token_mix",
     "relax_llm_passes.fusion.rotary_attention",
     "relax_llm_passes.fusion.split_rotary",
     "relax_llm_passes.fusion.combine_parallel_matmul",
@@ -30,6 +31,7 @@ MODULES = (
     "relax_llm_passes.kernels.cuda_gemm",
     "relax_llm_passes.kernels.group_norm",
     "relax_llm_passes.kernels.rotary",
+    "relax_llm_passes.kernels.token_mix",
     "relax_llm_passes.kernels.wkv",
 )
 

@@ -33,6 +33,7 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     "fuse": (
         "FuseWkv",
         "FuseGroupNormGate",
+        "FuseTokenMix",
         "FuseRotaryAttention",
         "FuseSplitRotary",
         "PartitionGemm",

@@ -5,6 +5,7 @@ The form is that of `patterns.affine.to_plain`, with expressions allowed for str
     {"load": role, "at": {"h": 64, "n": 1, "": 128}}    one element, in float32
     {"value": 0.5}                                      a constant
     {"op": "exp", "args": [tree]}                       an operator, or "cast:float16"
+    {"op": "shift:t", "args": [first, rest]}            first where t is 0, rest elsewhere
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ def evaluate(
     if "value" in tree:
         return _f32(tree["value"])
     args = [evaluate(a, symbols, read, functions) for a in tree["args"]]
+    if tree["op"].startswith("shift:"):
+        # Lazy: before the first position there is nothing to read.
+        return tirx.if_then_else(symbols[tree["op"][6:]] == 0, args[0], args[1])
     return _apply(tree["op"], args, functions)
 
 

@@ -17,7 +17,7 @@ from ..dataflow import FunctionView
 from .group_norm import is_view
 from .shapes import same_dims, static
 
-__all__ = ["Collector", "find_collector", "live_users"]
+__all__ = ["Collector", "Write", "find_collector", "live_users", "written_slice"]
 
 
 @dataclass
@@ -43,10 +43,11 @@ class Collector:
 
 
 @dataclass
-class _Write:
-    """`value` written at `position` of `axis` over `before`."""
+class Write:
+    """`value`, spread over all of `axis`, written at `position` of it over `before`."""
 
     before: Any
+    value: Any
     axis: int
     position: int
 
@@ -61,10 +62,11 @@ def live_users(view: FunctionView, var: Any) -> tuple[list[Any], list[Any]]:
     return live, dead
 
 
-def _write(view: FunctionView, var: Any, value: Any) -> _Write | None:
+def written_slice(view: FunctionView, var: Any) -> Write | None:
+    """Read `var` as the write of a slice: where(position == t, value, before)."""
     call = view.call(var, "relax.where")
     shape = view.shape(var)
-    if call is None or shape is None or not view.resolve(call.args[1]).same_as(value):
+    if call is None or shape is None:
         return None
     if not same_dims(view.shape(call.args[2]) or (), shape):
         return None
@@ -75,7 +77,8 @@ def _write(view: FunctionView, var: Any, value: Any) -> _Write | None:
         at = view.scalar(position)
         axis = _counted_axis(view, counter, shape)
         if at is not None and axis is not None:
-            return _Write(view.resolve(call.args[2]), axis, int(at))
+            before, value = view.resolve(call.args[2]), view.resolve(call.args[1])
+            return Write(before, value, axis, int(at))
     return None
 
 
@@ -168,9 +171,11 @@ def _written(view: FunctionView, outs: list[Any]) -> Collector | None:
         if found is None:
             return None
         value, passed, reader = found
-        write = _write(view, reader.var, value)
+        write = written_slice(view, reader.var)
         shape = view.shape(reader.var)
         if write is None or shape is None or write.position != t:
+            return None
+        if not write.value.same_as(value):
             return None
         if t == 0:
             axis = write.axis

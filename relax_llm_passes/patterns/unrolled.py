@@ -33,7 +33,7 @@ from .collectors import Collector, find_collector
 from .shapes import static
 from .wkv_steps import Step, Stop, origin
 
-__all__ = ["chains", "regions_of"]
+__all__ = ["RoleNames", "chains", "regions_of"]
 
 # What writes to slices leave beside the recurrence itself.
 _MADE = ("relax.arange", "relax.equal", *FILLED)
@@ -131,7 +131,7 @@ class _Builder:
                 index[-2:] = index[:-3:-1]
             trees[role] = reader.read(value, index)
         batch_axes, trees = self.split(trees)
-        roles = _Roles()
+        roles = RoleNames()
         plain = {r: to_plain(t, roles.namer(r)) for r, t in trees.items()}
         heads = _count(self.lead[batch_axes:])
         attrs: dict[str, Any] = {
@@ -253,7 +253,7 @@ class _Builder:
         raise Stop("outputs are collected in another order than batch, head, channel")
 
 
-class _Roles:
+class RoleNames:
     """Names for the tensors that are loaded: the role that reads one first."""
 
     def __init__(self) -> None:
