@@ -173,7 +173,7 @@ class Generator:
         ids = params[self.step["ids"]]["type"]["shape"]
         if len(ids) == 2 and isinstance(ids[0], int) and ids[0] != batch:
             raise InputError(f"a batch of {batch}, but the library is compiled for {ids[0]}")
-        if len(ids) == 1 and batch != 1:
+        if len(ids) < 2 and batch != 1:
             raise InputError(f"a batch of {batch}, but the library takes one text")
         if self._create is not None:
             symbolic = len(ids) == 2 and isinstance(ids[0], str)
@@ -255,7 +255,7 @@ class Generator:
 
         def put(place: int, values: np.ndarray) -> None:
             ty = params[place]["type"]
-            shape = values.shape if len(ty["shape"]) == values.ndim else values.shape[-1:]
+            shape = values.shape[values.ndim - len(ty["shape"]) :]
             array = np.ascontiguousarray(values.reshape(shape).astype(ty["dtype"]))
             arguments[place] = tvm.runtime.tensor(array, self.device)
 

@@ -148,10 +148,10 @@ def _step(
         return None
     ids = func.params[others[0]].ty
     shape = list(ids.shape.values)
-    if len(shape) not in (1, 2):
+    if len(shape) > 2:
         return None
     attrs = func.attrs or {}
-    rows = shape[-1]
+    rows = shape[-1] if shape else 1
     least, most = 1, None
     if isinstance(rows, tirx.Var):
         lower, upper = (

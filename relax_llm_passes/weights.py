@@ -1,8 +1,8 @@
 """Weights from files, matched with the parameters of a compiled function.
 
-`.npz`, `.safetensors`, `model.safetensors.index.json` with its parts, or a folder that holds one
-of these. The format of safetensors is read here: eight bytes with the length of a JSON header, the
-header (name to dtype, shape and place), the bytes.
+`.npz`, `.safetensors`, `model.safetensors.index.json` with its parts, a folder that holds one of
+these, or the `.pt2` file that the module came from. The format of safetensors is read here: eight
+bytes with the length of a JSON header, the header (name to dtype, shape and place), the bytes.
 """
 
 from __future__ import annotations
@@ -78,11 +78,13 @@ def read_weights(path: str | Path) -> Weights:
         return Weights(str(path), _indexed(path))
     with path.open("rb") as file:
         start = file.read(9)
+    if path.suffix == ".pt2":
+        return Weights(str(path), _exported(path))
     if start[:4] == b"PK\x03\x04":
         return Weights(str(path), _npz(path))
     if len(start) == 9 and start[8:9] == b"{":
         return Weights(str(path), _safetensors(path))
-    raise InputError(f"{path} is neither .npz nor .safetensors")
+    raise InputError(f"{path} is neither .npz nor .safetensors nor .pt2")
 
 
 def _npz(path: Path) -> dict[str, Callable[[], np.ndarray]]:
@@ -91,6 +93,25 @@ def _npz(path: Path) -> dict[str, Callable[[], np.ndarray]]:
         return {name: partial(file.__getitem__, name) for name in file.files}
     except Exception as error:
         raise InputError(f"{path} is no readable .npz file: {error}") from None
+
+
+def _exported(path: Path) -> dict[str, Callable[[], np.ndarray]]:
+    """The weights that a program saved by `torch.export.save` holds."""
+    from .extract.require import require
+
+    torch: Any = require("torch", "reading a .pt2 file")
+    try:
+        tensors = dict(torch.export.load(str(path)).state_dict)
+    except Exception as error:
+        raise InputError(f"{path} is no exported program of this torch version: {error}") from None
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[name].detach().cpu().contiguous()
+        if tensor.dtype == torch.bfloat16:  # numpy has none
+            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    return {name: partial(read, name) for name in tensors}
 
 
 def _indexed(path: Path) -> dict[str, Callable[[], np.ndarray]]:

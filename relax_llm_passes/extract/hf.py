@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from typing import TYPE_CHECKING, Any
@@ -24,19 +25,48 @@ def _load_model(folder: str | os.PathLike[str], dtype: str) -> Any:
     torch = require("torch", "extracting a model")
     transformers = require("transformers", "extracting a Hugging Face model")
     path = os.fspath(folder)
-    if not os.path.isfile(os.path.join(path, "config.json")):
-        raise InputError(f"{path} is no Hugging Face model folder: it has no config.json")
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise UnknownNameError("dtype", dtype, ["float32", "float16", "bfloat16"])
+    _check_config(path, transformers)
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
-    except (OSError, ValueError, KeyError, AttributeError) as err:
-        raise InputError(f"transformers cannot build a causal model from {path}: {err}") from err
+        # No code from the folder is run.
+        options = {"trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **options)
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise InputError(f"{path}: {config.model_type} is no causal language model")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind, **options)
+    except InputError:
+        raise
+    except Exception as err:  # whatever a model's constructor raises on sizes that do not fit
+        text = str(err).strip().splitlines() or [""]
+        raise InputError(
+            f"transformers cannot build a causal model from {path}: {type(err).__name__}: {text[0]}"
+        ) from err
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model.eval()
+
+
+def _check_config(path: str, transformers: Any) -> None:
+    """Say in one line what transformers says in twenty."""
+    file = os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        raise InputError(f"{path} is no Hugging Face model folder: it has no config.json")
+    try:
+        with open(file, encoding="utf-8") as text:
+            config = json.load(text)
+    except (OSError, ValueError) as err:
+        raise InputError(f"{file} cannot be read: {err}") from None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str):
+        raise InputError(f"{file} names no model_type; expected for example 'llama' or 'mpt'")
+    if kind not in transformers.CONFIG_MAPPING:
+        close = difflib.get_close_matches(kind, list(transformers.CONFIG_MAPPING), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise InputError(
+            f"{file}: transformers {transformers.__version__} knows no model_type {kind!r}{hint}"
+        )
 
 
 def _cache_argument(model: Any) -> str:
