@@ -14,6 +14,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 
+from .cross_thread import reads_dtype, why_unsafe
 from .environment import ffi_problem
 from .errors import InputError
 from .registry import PassRun, register_pass
@@ -32,6 +33,20 @@ def _own_rules(target: tvm.target.Target) -> list[Any]:
     return rules
 
 
+def _matmul_rule() -> Any:
+    """dlight's rule, without its tensor-core form for int8, which TVM 0.27 cannot lower."""
+    from tvm.s_tir import dlight as dl
+
+    class Matmul(dl.gpu.Matmul):
+        def apply(self, func: Any, target: tvm.target.Target, tunable: bool) -> Any:
+            if reads_dtype(func, "int8"):
+                # Before sm_70 the rule writes a tiled loop.
+                target = tvm.target.Target({"kind": "cuda", "arch": "sm_61"})
+            return super().apply(func, target, tunable)
+
+    return Matmul()
+
+
 def _dlight_rules(target: tvm.target.Target) -> list[Any]:
     from tvm.s_tir import dlight as dl
 
@@ -39,7 +54,7 @@ def _dlight_rules(target: tvm.target.Target) -> list[Any]:
         return []
     # With the tvm-ffi versions that crash in tensor-core scheduling, products that would reach it
     # are left to GEMV and the fallback: slow and right.
-    matmul = [] if ffi_problem() else [dl.gpu.Matmul()]
+    matmul = [] if ffi_problem() else [_matmul_rule()]
     return [
         *matmul,
         dl.gpu.GEMV(),
@@ -102,6 +117,10 @@ def ScheduleKernels(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
                     new = _apply(rule, func, target)
                 except Exception as error:
                     run.record.refuse(_reason(name, error), "schedule", gvar.name_hint)
+                    continue
+                unsafe = why_unsafe(new) if new is not None and target.kind.name == "cuda" else None
+                if unsafe:
+                    run.record.refuse(f"{name}: {unsafe}", "schedule", gvar.name_hint)
                     continue
                 if new is not None:
                     updated[gvar] = new.with_attr("tirx.is_scheduled", True)

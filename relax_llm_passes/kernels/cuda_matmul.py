@@ -26,7 +26,12 @@ from tvm.backend.cuda.op import ptx_legacy_mma
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as T
 
-__all__ = ["MmaSpec", "Tile", "choose_tile", "mma_kernel"]
+from .limits import KernelLimits
+
+__all__ = ["LIMITS", "MmaSpec", "Tile", "choose_tile", "mma_kernel"]
+
+# What ptxas may say that it needs; tests/cuda/test_limits.py holds it to that.
+LIMITS = KernelLimits(registers=255)
 
 BK = 32  # of K at a time
 PAD = 8  # keeps fragment loads free of bank conflicts
@@ -79,6 +84,8 @@ class MmaSpec:
         Epilogue: (op, operand name, operand dtype, number).
     lhs_batched : bool
         False when one left operand goes with every right one.
+    prefix : str
+        Of the kernel's name.
     """
 
     batch: tuple[int | str, ...]
@@ -90,6 +97,7 @@ class MmaSpec:
     out_dtype: str = "float16"
     steps: tuple[tuple[str, str, str, float], ...] = ()
     lhs_batched: bool = True
+    prefix: str = "mma"
 
     @property
     def static_m(self) -> int | None:
@@ -111,7 +119,7 @@ class MmaSpec:
         sizes = "x".join(str(d) for d in (*self.batch, *self.lead)) or "1"
         steps = "".join("_" + op for op, *_ in self.steps if op != "cast")
         types = f"{self.dtype}_{self.out_dtype}".replace("float", "f").replace("bf", "bf")
-        return f"mma_{self.rhs_layout}_{sizes}_{self.n}_{self.k}_{types}{steps}"
+        return f"{self.prefix}_{self.rhs_layout}_{sizes}_{self.n}_{self.k}_{types}{steps}"
 
 
 def choose_tile(spec: MmaSpec) -> Tile:

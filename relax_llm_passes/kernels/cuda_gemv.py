@@ -1,0 +1,204 @@
+"""Products of one row on CUDA: each weight is read once, in 16-byte pieces, with fp32 sums.
+
+TVM's schedule for these sums bf16 through shared memory without synchronising the warp, writes
+beyond the result where N is no multiple of 16, and reads transposed weights after a copy of them.
+
+    (N, K): a warp sums a few rows of the weight, lanes along K, and meets through shuffles
+    (K, N): a thread sums a few columns over a part of K; the warps of a block meet in shared memory
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as T
+
+from .cuda_matmul import MmaSpec, _finish, _i32, _put, _vector
+from .limits import KernelLimits
+
+__all__ = ["LIMITS", "gemv_kernel"]
+
+LIMITS = KernelLimits(registers=128, static_smem=8192)
+
+WARPS = 4  # of a block, for (N, K)
+AHEAD = 4  # vectors in flight per lane and row
+PARTS = 8  # warps of a block, each with a part of K, for (K, N)
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def _f32(value: Any, dtype: str) -> Any:
+    return value if dtype == "float32" else tirx.Cast("float32", value)
+
+
+def _load(to: Any, first: int, source: Any, at: Any, width: int) -> None:
+    _put(to, _vector(source, at, width), _i32(first), width)
+
+
+def rows_per_warp(n: int) -> int:
+    """Rows of (N, K) that share the reads of the vector; few rows where warps would be few."""
+    return 4 if n >= 8192 else 2 if n >= 2048 else 1
+
+
+def _by_rows(spec: MmaSpec, flat: dict[str, Any]) -> None:
+    each, k = rows_per_warp(spec.n), spec.k
+    width = math.gcd(16 // _BYTES[spec.dtype], k)
+    chunk = 32 * width
+    n = tirx.const(spec.n, "int64")
+    with (
+        T.launch_thread("blockIdx.x", -(-spec.n // (WARPS * each))) as bx,
+        T.launch_thread("threadIdx.x", 32 * WARPS) as tx,
+    ):
+        x = T.alloc_buffer((AHEAD * width,), spec.dtype, scope="local")
+        w = T.alloc_buffer((AHEAD * each * width,), spec.dtype, scope="local")
+        sums = T.alloc_buffer((each,), "float32", scope="local")
+        lane = T.bind(tirx.floormod(tx, _i32(32)))
+        warp = T.bind(tirx.floordiv(tx, _i32(32)))
+        row0 = T.bind(tirx.Cast("int64", (bx * WARPS + warp) * each))
+        # Rows past the last read it again, so that whole warps reach the shuffles.
+        bases = [T.bind(tirx.min(row0 + r, n - 1) * k) for r in range(each)]
+        inside = tirx.Cast("int64", lane * width)
+        for r in range(each):
+            _put(sums, tirx.const(0.0, "float32"), _i32(r), 1)
+
+        def step(first: Any, count: int) -> None:
+            for i in range(count):
+                at = first + inside + i * chunk
+                _load(x, i * width, flat["lhs"], at, width)
+                for r in range(each):
+                    _load(w, (i * each + r) * width, flat["rhs"], bases[r] + at, width)
+            for i in range(count):
+                for r in range(each):
+                    for v in range(width):
+                        a = _f32(_vector(x, _i32(i * width + v), 1), spec.dtype)
+                        b = _f32(_vector(w, _i32((i * each + r) * width + v), 1), spec.dtype)
+                        _put(sums, _vector(sums, _i32(r), 1) + a * b, _i32(r), 1)
+
+        whole = k // chunk
+        if whole >= AHEAD:
+            with T.serial(_i32(0), _i32(whole // AHEAD)) as ko:
+                step(tirx.Cast("int64", ko) * (AHEAD * chunk), AHEAD)
+        done = whole // AHEAD * AHEAD
+        if whole > done:
+            step(tirx.const(done * chunk, "int64"), whole - done)
+        if k > whole * chunk:
+            start = tirx.const(whole * chunk, "int64")
+            with T.If(start + inside < k), T.Then():
+                step(start, 1)
+        mask = tirx.const(0xFFFFFFFF, "uint32")
+        for hop in (16, 8, 4, 2, 1):
+            for r in range(each):
+                mine = _vector(sums, _i32(r), 1)
+                other = T.tvm_warp_shuffle_xor(mask, mine, hop, 32, 32)
+                _put(sums, mine + other, _i32(r), 1)
+        for r in range(each):
+            with T.If(tirx.all(lane == r, row0 + r < n)), T.Then():
+                at = T.bind(row0 + r)
+                _put(flat["out"], _finish(spec, flat, _vector(sums, _i32(r), 1), at, at), at, 1)
+
+
+def columns_per_thread(spec: MmaSpec) -> int:
+    """Columns of (K, N) a thread reads at once: fewer than 16 bytes where blocks would be few."""
+    width = math.gcd(16 // _BYTES[spec.dtype], spec.n)
+    while width > 1 and spec.n // (32 * width) < 64:
+        width //= 2
+    return width
+
+
+def _by_columns(spec: MmaSpec, flat: dict[str, Any]) -> None:
+    width, k = columns_per_thread(spec), spec.k
+    across = 32 * width
+    n = tirx.const(spec.n, "int64")
+    with (
+        T.launch_thread("blockIdx.x", -(-spec.n // across)) as bx,
+        T.launch_thread("threadIdx.x", 32 * PARTS) as tx,
+    ):
+        x = T.alloc_buffer((AHEAD,), spec.dtype, scope="local")
+        w = T.alloc_buffer((AHEAD * width,), spec.dtype, scope="local")
+        sums = T.alloc_buffer((width,), "float32", scope="local")
+        shared = T.alloc_buffer((PARTS * across,), "float32", scope="shared")
+        lane = T.bind(tirx.floormod(tx, _i32(32)))
+        part = T.bind(tirx.Cast("int64", tirx.floordiv(tx, _i32(32))))
+        column0 = T.bind(tirx.Cast("int64", bx) * across)
+        # N is a multiple of the width: a thread's columns are all inside or all outside.
+        column = T.bind(tirx.min(column0 + tirx.Cast("int64", lane * width), n - width))
+        for v in range(width):
+            _put(sums, tirx.const(0.0, "float32"), _i32(v), 1)
+
+        def step(first: Any, count: int) -> None:
+            for i in range(count):
+                row = first + part + i * PARTS
+                _load(x, i, flat["lhs"], row, 1)
+                _load(w, i * width, flat["rhs"], row * spec.n + column, width)
+            for i in range(count):
+                for v in range(width):
+                    a = _f32(_vector(x, _i32(i), 1), spec.dtype)
+                    b = _f32(_vector(w, _i32(i * width + v), 1), spec.dtype)
+                    _put(sums, _vector(sums, _i32(v), 1) + a * b, _i32(v), 1)
+
+        group = AHEAD * PARTS
+        if k >= group:
+            with T.serial(_i32(0), _i32(k // group)) as ko:
+                step(tirx.Cast("int64", ko) * group, AHEAD)
+        for i in range(-(-(k % group) // PARTS)):
+            first = tirx.const(k // group * group + i * PARTS, "int64")
+            with T.If(first + part < k), T.Then():
+                step(first, 1)
+        slot = tirx.Cast("int32", part) * across
+        for v in range(width):  # lanes side by side: no bank conflicts
+            _put(shared, _vector(sums, _i32(v), 1), slot + lane + _i32(32 * v), 1)
+        T.evaluate(T.tvm_storage_sync("shared"))
+        with T.If(tirx.all(tx < across, column0 + tirx.Cast("int64", tx) < n)), T.Then():
+            place = tirx.floormod(tx, _i32(width)) * 32 + tirx.floordiv(tx, _i32(width))
+            total = _vector(shared, place, 1)
+            for p in range(1, PARTS):
+                total = total + _vector(shared, place + _i32(p * across), 1)
+            at = T.bind(column0 + tirx.Cast("int64", tx))
+            _put(flat["out"], _finish(spec, flat, T.bind(total), at, at), at, 1)
+
+
+def gemv_kernel(spec: MmaSpec) -> tirx.PrimFunc:
+    """Return the kernel.
+
+    Parameters
+    ----------
+    spec : MmaSpec
+        What it computes: no batch, row axes that are all 1, operands in fp32, fp16 or bf16.
+
+    Returns
+    -------
+    PrimFunc
+        Scheduled. Parameters: lhs (*lead, K), rhs (N, K) or (K, N), the epilogue's operands in
+        order of first use, out (*lead, N).
+    """
+    body: Callable[[MmaSpec, dict[str, Any]], None] = (
+        _by_rows if spec.rhs_layout == "NK" else _by_columns
+    )
+    weight = (spec.n, spec.k) if spec.rhs_layout == "NK" else (spec.k, spec.n)
+    tensors = [
+        ("lhs", (*spec.lead, spec.k), spec.dtype),
+        ("rhs", weight, spec.dtype),
+        *spec.operands(),
+        ("out", (*spec.lead, spec.n), spec.out_dtype),
+    ]
+    with IRBuilder() as builder:
+        with T.prim_func(is_private=True, s_tir=True):
+            T.func_name(spec.key())
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            buffers = []
+            for name, shape, dtype in tensors:
+                handle = T.arg(f"p_{name}", T.handle())
+                sizes = [tirx.const(d, "int64") for d in shape]
+                buffers.append(T.match_buffer(handle, sizes, dtype))
+            with T.sblock("root"):
+                T.reads()
+                T.writes()
+                flat = {
+                    name: T.decl_buffer((math.prod(shape),), dtype, data=buffer.data)  # type: ignore[arg-type]
+                    for (name, shape, dtype), buffer in zip(tensors, buffers, strict=True)
+                }
+                body(spec, flat)
+    return builder.get()
