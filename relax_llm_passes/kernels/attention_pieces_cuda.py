@@ -9,9 +9,22 @@ from tvm.script.ir_builder import tirx as T
 
 from .attention_pieces import AttentionKernel, hoist_row_values
 from .attention_plan import AttentionPlan
+from .limits import KernelLimits
 from .scalar_expr import bound_analyzer, i64
 
-__all__ = ["THREADS", "CudaKernel", "exp", "lanes_max", "lanes_sum", "shuffle_xor", "sync"]
+__all__ = [
+    "LIMITS",
+    "THREADS",
+    "CudaKernel",
+    "exp",
+    "lanes_max",
+    "lanes_sum",
+    "shuffle_xor",
+    "sync",
+]
+
+# What ptxas may say that it needs; tests/cuda/test_limits.py holds it to that.
+LIMITS = KernelLimits(registers=255)
 
 _FULL_WARP = 0xFFFFFFFF
 THREADS = 128

@@ -7,6 +7,7 @@ import tvm
 
 from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing, run_primfunc, why_not
 from relax_llm_passes.kernels.attention_decode_cuda import attention_decode_cuda, decode_lanes
+from relax_llm_passes.kernels.attention_pieces_cuda import LIMITS
 from relax_llm_passes.kernels.attention_prefill_cuda import attention_prefill_cuda
 from relax_llm_passes.targets import parse_target
 
@@ -73,7 +74,7 @@ def test_no_spills(dim: int, group: int) -> None:
     case = make_case(decode=True, **options)
     func = attention_decode_cuda(case.plan).with_attr("global_symbol", "main")
     for kernel in nvcc_check(tvm.IRModule({"main": func}), archs=("sm_80", "sm_90", "sm_100")):
-        assert not kernel.within(registers=255, spills=0, static_smem=48 * 1024)
+        assert not kernel.within(LIMITS)
 
 
 @pytest.mark.parametrize("size", [20, 40, 64, 80, 96, 128, 256])

@@ -10,7 +10,7 @@ from tvm import tirx
 from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing, run_primfunc, why_not
 from relax_llm_passes.kernels.norm_program import Tensor
 from relax_llm_passes.kernels.wkv_cpu import emit_wkv4_cpu, emit_wkv_cpu
-from relax_llm_passes.kernels.wkv_cuda import emit_wkv4_cuda, emit_wkv_cuda, plan_wkv
+from relax_llm_passes.kernels.wkv_cuda import LIMITS, emit_wkv4_cuda, emit_wkv_cuda, plan_wkv
 from relax_llm_passes.kernels.wkv_spec import (
     ROLES_BONUS,
     ROLES_DELTA,
@@ -178,8 +178,8 @@ def test_state_stays_in_registers(delta):
     inputs = draw(1, 3, 2, 64, delta, True, "float16")
     func = emit_wkv_cuda(spec_of(inputs, delta, delta, True, "float16", symbolic=True))
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
-    for kernel in nvcc_check(mod, archs=("sm_80", "sm_90")):
-        assert kernel.spills == 0 and kernel.stack == 0
+    for kernel in nvcc_check(mod, archs=("sm_80", "sm_90", "sm_100")):
+        assert not kernel.within(LIMITS) and kernel.stack == 0
 
 
 @BOTH
