@@ -256,7 +256,7 @@ class Generator:
         def put(place: int, values: np.ndarray) -> None:
             ty = params[place]["type"]
             shape = values.shape[values.ndim - len(ty["shape"]) :]
-            array = np.ascontiguousarray(values.reshape(shape).astype(ty["dtype"]))
+            array = np.array(values.reshape(shape), ty["dtype"], order="C")
             arguments[place] = tvm.runtime.tensor(array, self.device)
 
         put(step["ids"], ids)

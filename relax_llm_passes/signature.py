@@ -280,7 +280,7 @@ def _checked(
         shape = tuple(evaluate(v, sizes) for v in ty["shape"])
         if array.shape != shape:
             raise InputError(f"input {name} has shape {array.shape}, expected {shape}")
-    return np.ascontiguousarray(array)
+    return np.require(array, requirements="C")  # ascontiguousarray makes () to (1,)
 
 
 def write_sidecar(

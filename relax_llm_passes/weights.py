@@ -261,9 +261,9 @@ def _fitted(
     if array.dtype.kind == "V" and array.dtype.itemsize == kind.itemsize:
         array = array.view(kind)
     if array.dtype == kind:
-        return np.ascontiguousarray(array)
+        return np.require(array, requirements="C")
     if _floating(array.dtype) and _floating(kind):
-        return np.ascontiguousarray(array.astype(kind))
+        return array.astype(kind, order="C")
     raise InputError(f"{where} is {array.dtype}, expected {dtype}")
 
 
