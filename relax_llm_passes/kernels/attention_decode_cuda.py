@@ -118,8 +118,9 @@ class _Decode:
         self.keys = keys
         plan = kernel.plan
         self.plan = plan
-        widest = max([_bits(b) for b in plan.inputs if len(b.shape) > 1] or [32])
-        bits = min(widest, 32)
+        # As wide as rows of keys and values allow, whatever other inputs there are.
+        rows_of = {load.source for x in (plan.k, plan.v) for load in buffer_loads(x)}
+        bits = min(max(_bits(b) for b in rows_of), 32) if rows_of else 32
         lanes, self.dv = decode_lanes(plan.D, bits)
         self.lanes = lanes
         self.groups = THREADS // lanes
