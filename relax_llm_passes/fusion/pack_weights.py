@@ -81,8 +81,9 @@ class _Packer(relax.PyExprMutator):
             spec, roles = spec_of(composite)
         except InputError as error:
             return Refusal(str(error), "gemm", self.function, composite.name)
-        if spec.quant is not None:
-            return Refusal("a quantised weight", "gemm", self.function, composite.name)
+        if spec.quant is not None or not isinstance(spec.n, int):
+            reason = "a quantised weight" if spec.quant is not None else "symbolic columns"
+            return Refusal(reason, "gemm", self.function, composite.name)
         args = [call.args[composite.roles[role]] for role in roles]
         weight = self.weight(args[1], spec.layout, spec.n, spec.k, spec.rhs_dtype)
         if weight is None:

@@ -15,28 +15,36 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, ceil_div, i64, let, load, local, splat, store, tasks, workspace
+from .cpu_build import T, ceil_div, divides, i64, let, load, local, splat, store, tasks, workspace
 from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
 
-__all__ = ["emit_axpy", "emit_axpy_panels", "emit_axpy_rows"]
+__all__ = ["STRIP", "emit_axpy", "emit_axpy_panels", "emit_axpy_rows", "strips_of"]
 
 # Columns of a strip at most: 16 KiB of fp32 sums, half a small first-level cache.
-_STRIP = 4096
+STRIP = 4096
 # Rows of the weight added up at a time.
 _DEPTH = 8
 # Rows that a core gets at least, and cores that share one strip at most.
 _MIN_ROWS, _MAX_PARTS = 64, 16
 
 
+def strips_of(n: Any, step: int, wanted: int) -> tuple[int, Any]:
+    """Return (columns of a strip, strips): `wanted` equal ones, or the widest for a symbolic N."""
+    if not isinstance(n, int):
+        return STRIP, ceil_div(n, STRIP)
+    strip = -(-n // (wanted * step)) * step
+    return strip, -(-n // strip)
+
+
 def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
     """Emit `out[n] = sum over k of lhs[k] * rhs[k, n]` for one row; `lhs` is fp32."""
     n, k, lanes = spec.n, spec.k, tiles.lanes
-    strips = -(-n // _STRIP)
-    strip = -(-n // (strips * lanes)) * lanes
-    strips = -(-n // strip)
-    parts = max(1, min(-(-tiles.cores // strips), k // _MIN_ROWS, _MAX_PARTS))
+    strip, strips = strips_of(n, lanes, -(-n // STRIP) if isinstance(n, int) else 1)
+    parts = 1
+    if isinstance(strips, int):
+        parts = max(1, min(-(-tiles.cores // strips), k // _MIN_ROWS, _MAX_PARTS))
     share = -(-k // parts)
     share = -(-share // _DEPTH) * _DEPTH
     padded = strips * strip
@@ -56,7 +64,7 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
         whole = tirx.floordiv(width, i64(lanes))
         with T.serial(i64(0), whole) as v:
             add(acc, xs, starts, let(v * lanes), lanes)
-        if n % lanes:
+        if not divides(lanes, n):
             with T.serial(i64(0), width - whole * lanes) as v:
                 add(acc, xs, starts, let(whole * lanes + v), 1)
 
@@ -66,7 +74,7 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
         column = let((task - part * strips) * strip)
         first = let(part * share)
         size = let(tirx.max(tirx.min(i64(share), i64(k) - first), i64(0)))
-        width = let(tirx.min(i64(strip), i64(n) - column)) if n % strip else i64(strip)
+        width = let(tirx.min(i64(strip), i64(n) - column)) if not divides(strip, n) else i64(strip)
         with T.serial(i64(0), i64(strip // lanes)) as v:
             store(acc, splat(0.0, lanes), v * lanes, lanes)
         blocks = let(tirx.floordiv(size, i64(_DEPTH)))
@@ -95,9 +103,10 @@ def emit_axpy_rows(
 ) -> None:
     """Emit the same for `m` rows, at most `limit`: each weight vector is used for all of them."""
     n, k, lanes = spec.n, spec.k, tiles.lanes
-    strips = max(-(-n // _STRIP), min(tiles.cores, max(1, n // (4 * lanes))))
-    strip = -(-n // (strips * lanes)) * lanes
-    strips = -(-n // strip)
+    wanted = 1
+    if isinstance(n, int):
+        wanted = max(-(-n // STRIP), min(tiles.cores, max(1, n // (4 * lanes))))
+    strip, strips = strips_of(n, lanes, wanted)
     blocks = k // _DEPTH
     rhs = buffers["rhs"]
 
@@ -118,14 +127,14 @@ def emit_axpy_rows(
         whole = tirx.floordiv(width, i64(lanes))
         with T.serial(i64(0), whole) as v:
             add(acc, xs, starts, let(v * lanes), lanes)
-        if n % lanes:
+        if not divides(lanes, n):
             with T.serial(i64(0), width - whole * lanes) as v:
                 add(acc, xs, starts, let(whole * lanes + v), 1)
 
     with T.parallel(i64(0), i64(strips)) as task:
         acc, xs = workspace(limit * strip), local(limit * _DEPTH)
         column = let(task * strip)
-        width = let(tirx.min(i64(strip), i64(n) - column)) if n % strip else i64(strip)
+        width = let(tirx.min(i64(strip), i64(n) - column)) if not divides(strip, n) else i64(strip)
         with T.serial(i64(0), m * (strip // lanes)) as v:
             store(acc, splat(0.0, lanes), v * lanes, lanes)
         with T.serial(i64(0), i64(blocks)) as ko:

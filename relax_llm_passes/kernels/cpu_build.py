@@ -23,6 +23,7 @@ __all__ = [
     "cast",
     "ceil_div",
     "choose",
+    "divides",
     "i64",
     "let",
     "load",
@@ -55,6 +56,11 @@ def ceil_div(a: Any, b: int) -> Any:
     if isinstance(a, int):
         return -(-a // b)
     return tirx.floordiv(a + (b - 1), i64(b))
+
+
+def divides(step: int, size: Any) -> bool:
+    """Tell whether `step` is known to divide `size`; of an expression nothing is known."""
+    return isinstance(size, int) and size % step == 0
 
 
 def splat(value: Any, lanes: int, dtype: str = "float32") -> Any:

@@ -81,7 +81,7 @@ class Epilogue:
                 raise InputError(f"epilogue step {op!r} is unknown to the CPU kernels")
         return Epilogue(tuple(ops))
 
-    def tensors(self, out_shape: Sequence[int | str], n: int) -> list[TensorSpec]:
+    def tensors(self, out_shape: Sequence[int | str], n: int | str) -> list[TensorSpec]:
         """Return the operands in the order of their first use."""
         found: dict[str, TensorSpec] = {}
         for op in self.ops:

@@ -15,6 +15,7 @@ With a symbolic M one PrimFunc holds both ways and looks at M when it runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -74,7 +75,9 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
         emit_axpy(spec, tiles, buffers, lhs)
     else:
         # Fewer streams where a core would go without work.
-        columns = max(1, min(tiles.streams, spec.n // (tiles.lanes * tiles.cores)))
+        columns = tiles.streams
+        if isinstance(spec.n, int):
+            columns = max(1, min(columns, spec.n // (tiles.lanes * tiles.cores)))
         streams = tiles.streams // columns
         emit_dot_rows(spec, tiles, buffers, lhs, 1, rows=1, columns=columns, streams=streams)
 
@@ -110,7 +113,9 @@ def _check(spec: GemmSpec) -> None:
             raise InputError(f"CPU product: {what} is {dtype}, expected one of {_FLOATS}")
     if spec.layout not in ("NK", "KN", "packed"):
         raise InputError(f"CPU product: weight layout {spec.layout!r}, expected NK, KN or packed")
-    if spec.n < 1 or spec.k < 1:
+    if isinstance(spec.n, str) and spec.layout == "packed":
+        raise InputError("CPU product: packed panels of a symbolic N")
+    if (isinstance(spec.n, int) and spec.n < 1) or spec.k < 1:
         raise InputError(f"CPU product: N={spec.n}, K={spec.k}; both must be at least 1")
 
 
@@ -140,10 +145,13 @@ def gemm_kernel(spec: GemmSpec, target: tvm.target.Target) -> tirx.PrimFunc:
 
 
 @lru_cache(maxsize=1024)
-def _build(spec: GemmSpec, tiles: CpuTiles) -> tirx.PrimFunc:
-    limit = skinny_limit(spec)
+def _build(whole: GemmSpec, tiles: CpuTiles) -> tirx.PrimFunc:
+    limit = skinny_limit(whole)
 
     def body(buffers: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+        product(replace(whole, n=sizes.get(whole.n, whole.n)), buffers, sizes)
+
+    def product(spec: GemmSpec, buffers: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         m: Any = spec.m if spec.m is not None else spec.m_expr(sizes)
         if m == 1:
             _single(spec, tiles, buffers)
@@ -165,4 +173,4 @@ def _build(spec: GemmSpec, tiles: CpuTiles) -> tirx.PrimFunc:
         else:
             several()
 
-    return build_kernel(spec.key(), *spec.tensors(tiles.columns), body)
+    return build_kernel(whole.key(), *whole.tensors(tiles.columns), body)

@@ -17,6 +17,7 @@ from .cpu_build import (
     add_lanes,
     ceil_div,
     choose,
+    divides,
     i64,
     let,
     load,
@@ -41,7 +42,7 @@ def emit_finish_tail(
     lanes: int,
 ) -> None:
     """Finish a vector of columns, of which the last ones may lie beyond N."""
-    if spec.n % lanes == 0:
+    if divides(lanes, spec.n):
         spec.epilogue.finish(buffers, value, row_start, column, lanes)
         return
 
@@ -54,7 +55,7 @@ def emit_finish_tail(
         with T.serial(i64(0), i64(spec.n) - column) as j:
             spec.epilogue.finish(buffers, let(load(spare, j)), row_start, let(column + j), 1)
 
-    if spec.n < lanes:
+    if isinstance(spec.n, int) and spec.n < lanes:
         part()
     else:
         choose(column + lanes <= spec.n, whole, part)
@@ -104,7 +105,7 @@ def emit_dot_rows(
             right = []
             for c in range(columns):
                 column = group * (lanes * columns) + c * lanes + part
-                if n % (lanes * columns):
+                if not divides(lanes * columns, n):
                     column = tirx.min(column, i64(n - 1))
                 right.append(let(column))
             acc = local(rows * columns * streams * lanes)
@@ -141,7 +142,7 @@ def emit_dot_rows(
             total = add_lanes([load(sums, at + j * lanes, lanes) for j in range(lanes)], lanes)
             emit_finish_tail(spec, buffers, total, let(row * n), let(first + c * lanes), lanes)
 
-    work = m * n * k if isinstance(m, int) else None
+    work = m * n * k if isinstance(m, int) and isinstance(n, int) else None
     with tasks(i64(ceil_div(n, lanes * columns)), work) as group:
         sums = local(rows * columns * lanes * lanes)
         if single:

@@ -28,12 +28,6 @@ def _shape(ty: Any, what: str) -> list[Any]:
     return list(shape.values)
 
 
-def _static(values: Sequence[Any], what: str) -> list[int]:
-    if not all(isinstance(v, tvm.tirx.IntImm) for v in values):
-        raise InputError(f"{what}: shape {tuple(values)} is symbolic, expected a static weight")
-    return [int(v.value) for v in values]
-
-
 class _Names:
     """Names for symbolic sizes: equal expressions get one name."""
 
@@ -84,15 +78,18 @@ def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
         raise InputError("the length of the sums (K) is symbolic")
     if quant is not None:
         roles = ["lhs", "rhs_packed", "rhs_scale"]
-        packed = _static(_shape(composite.ty("rhs_packed"), "rhs_packed"), "rhs_packed")
-        scale = _static(_shape(composite.ty("rhs_scale"), "rhs_scale"), "rhs_scale")
+        packed = _shape(composite.ty("rhs_packed"), "rhs_packed")
+        scale = _shape(composite.ty("rhs_scale"), "rhs_scale")
         along = 1 if layout == "NK" else 0
-        n, rhs_dtype = packed[1 - along], "uint32"
+        n_dim, rhs_dtype = packed[1 - along], "uint32"
         words, groups = -(-k_size // quant.per_word), -(-k_size // quant.group)
-        if (packed[along], scale[along], scale[1 - along]) != (words, groups, n):
+        expected = [n_dim, n_dim]
+        if not same_dims([packed[along], scale[along]], [words, groups]) or not same_dims(
+            [packed[1 - along], scale[1 - along]], expected
+        ):
             raise InputError(
                 f"packed {tuple(packed)} and scales {tuple(scale)}, expected "
-                f"{words} words and {groups} scales along K for each of {n} columns"
+                f"{words} words and {groups} scales along K for each of {n_dim} columns"
             )
     else:
         roles = ["lhs", "rhs"]
@@ -100,11 +97,11 @@ def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
         rhs_shape = _shape(rhs, "rhs")
         if len(rhs_shape) != 2:
             raise InputError("the right operand has batch axes, it is no weight")
-        first, second = _static(rhs_shape, "rhs")
-        n, k = (first, second) if layout == "NK" else (second, first)
-        if k != k_size:
-            raise InputError(f"lhs has K={k_size}, rhs has K={k}")
+        n_dim, k_dim = rhs_shape if layout == "NK" else rhs_shape[::-1]
+        if not same_dim(k_dim, lhs_shape[-1]):
+            raise InputError(f"lhs has K={k_size}, rhs has K={k_dim}")
         rhs_dtype = str(rhs.dtype)
+    n = names(n_dim)
     out = composite.result_ty
     out_shape = _shape(out, "out")
     if not same_dims(out_shape[:-1], lhs_shape[:-1]):
@@ -118,7 +115,7 @@ def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
         dtypes[role] = str(composite.ty(role).dtype)
         shape = _shape(composite.ty(role), role)
         if step["op"] == "bias":
-            if _static(shape, role)[-1] != n or any(d != 1 for d in _static(shape, role)[:-1]):
+            if not same_dim(shape[-1], n_dim) or not all(same_dim(d, 1) for d in shape[:-1]):
                 raise InputError(f"bias {tuple(shape)}, expected ({n},)")
         elif not same_dims(shape, out_shape):
             raise InputError(f"{step['op']} operand {tuple(shape)}, expected {tuple(out_shape)}")
@@ -135,7 +132,7 @@ def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
             raise InputError(f"{what} in {dtype}; CPU kernels have {', '.join(_FLOATS)}")
     if quant is None and rhs_dtype not in _FLOATS:
         raise InputError(f"rhs in {rhs_dtype}; CPU kernels have {', '.join(_FLOATS)}")
-    if n < 1 or k_size < 1:
+    if (isinstance(n, int) and n < 1) or k_size < 1:
         raise InputError(f"N={n}, K={k_size}: nothing to multiply")
     return spec, roles
 
@@ -149,7 +146,7 @@ class CpuGemm:
     targets = ("llvm",)
 
     def accepts(self, composite: Composite, target: tvm.target.Target) -> Accept | Refusal:
-        """Take products of float tensors by static weights without batch axes."""
+        """Take products of float tensors by weights without batch axes, of static K."""
         try:
             spec, _ = spec_of(composite)
         except InputError as error:
@@ -168,11 +165,13 @@ class CpuGemm:
         kernel = gemm_kernel(spec, target).without_attr("global_symbol")
         gvar = bb.add_func(kernel, spec.key())
         operands = [args[composite.roles[role]] for role in roles]
+        weight = operands[1].ty.shape.values
+        # In the sizes of the call, not in those of the composite's own variables.
+        columns = weight[0 if spec.layout == "NK" else 1]
         biases = {s["operand"] for s in composite.attrs["epilogue"] if s["op"] == "bias"}
         for i, role in enumerate(roles):
             if role in biases and operands[i].ty.ndim != 1:  # (1, N) is N values too
-                operands[i] = bb.emit(relax.op.reshape(operands[i], (spec.n,)))
-        # In the sizes of the call, not in those of the composite's own variables.
+                operands[i] = bb.emit(relax.op.reshape(operands[i], (columns,)))
         leading = list(args[composite.roles["lhs"]].ty.shape.values)[:-1]
-        out = relax.TensorType([*leading, spec.n], spec.out_dtype)
+        out = relax.TensorType([*leading, columns], spec.out_dtype)
         return relax.call_tir(gvar, operands, out)

@@ -13,7 +13,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, ceil_div, choose, i64, let, load, local, splat, store, workspace
+from .cpu_build import T, ceil_div, choose, divides, i64, let, load, local, splat, store, workspace
 from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
@@ -33,6 +33,8 @@ def _panels(spec: GemmSpec, tiles: CpuTiles) -> int:
     """
     if spec.layout != "KN":
         return 2
+    if not isinstance(spec.n, int):
+        return 8
     share = -(-spec.n // (tiles.columns * tiles.cores))
     return max(2, min(8, share))
 
@@ -64,7 +66,7 @@ def _pack_rows(spec: GemmSpec, tiles: CpuTiles, lhs: Any, m: Any) -> Any:
 def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
     """Emit the whole product; `m` is the number of rows, an expression."""
     rows, columns, lanes, k = tiles.rows, tiles.columns, tiles.lanes, spec.k
-    total_panels = -(-spec.n // columns)
+    total_panels = ceil_div(spec.n, columns)
     direct = spec.layout == "packed" and spec.rhs_dtype == "float32"
     width = _panels(spec, tiles)
     block = _k_block(k, columns, width)
@@ -112,17 +114,18 @@ def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, An
                 def one(value: Any = value, column: Any = column, start: Any = start) -> None:
                     emit_finish_tail(spec, buffers, let(value), start, column, lanes)
 
-                if spec.n % columns and spec.n % columns <= q * lanes:
+                inside = isinstance(spec.n, int) and 0 < spec.n % columns <= q * lanes
+                if inside or not isinstance(spec.n, int):
                     with T.If(column < spec.n):
                         with T.Then():
                             one()
                 else:
                     one()
 
-    with T.parallel(i64(0), i64(-(-total_panels // width))) as strip:
+    with T.parallel(i64(0), i64(ceil_div(total_panels, width))) as strip:
         panel = let(strip * width)
         panels: Any = i64(width)
-        if total_panels % width:
+        if not divides(width, total_panels):
             panels = let(tirx.min(i64(width), i64(total_panels) - panel))
         scratch = buffers["rhs"] if direct else workspace(width * block * columns)
         if blocks == 1:

@@ -21,6 +21,7 @@ from .cpu_build import (
     T,
     add_lanes,
     ceil_div,
+    divides,
     i64,
     let,
     load,
@@ -124,7 +125,7 @@ def emit_quantised_gemv(
         folded = local(lanes * lanes)
         with T.serial(i64(0), i64(lanes)) as part:
             row = group * lanes + part
-            row = let(tirx.min(row, i64(n - 1)) if n % lanes else row)
+            row = let(tirx.min(row, i64(n - 1)) if not divides(lanes, n) else row)
             acc = local(lanes)
             store(acc, splat(0.0, lanes), 0, lanes)
             if step is not None:

@@ -14,7 +14,20 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, ceil_div, i64, let, load, local, prefetch, splat, store, workspace
+from .cpu_axpy import STRIP, strips_of
+from .cpu_build import (
+    T,
+    ceil_div,
+    divides,
+    i64,
+    let,
+    load,
+    local,
+    prefetch,
+    splat,
+    store,
+    workspace,
+)
 from .cpu_gemv import emit_finish_tail
 from .cpu_quantized import field
 from .cpu_spec import GemmSpec, QuantSpec
@@ -22,8 +35,6 @@ from .cpu_tiles import CpuTiles
 
 __all__ = ["emit_quantised_columns"]
 
-# Columns of a strip at most: 16 KiB of fp32 sums.
-_STRIP = 4096
 # Vectors of columns that share a broadcast of the left operand, for one row and for several.
 _VECTORS_ONE, _VECTORS_ROWS = 4, 2
 # Rows of the left operand at a time.
@@ -64,9 +75,10 @@ def emit_quantised_columns(
     packed, scales = buffers["rhs_packed"], buffers["rhs_scale"]
     rows = min(_ROWS, m) if isinstance(m, int) else _ROWS
     together = _VECTORS_ONE if rows == 1 else _VECTORS_ROWS
-    strips = max(-(-n // _STRIP), min(tiles.cores, max(1, n // (together * lanes))))
-    strip = -(-n // (strips * lanes * together)) * lanes * together
-    strips = -(-n // strip)
+    wanted = 1
+    if isinstance(n, int):
+        wanted = max(-(-n // STRIP), min(tiles.cores, max(1, n // (together * lanes))))
+    strip, strips = strips_of(n, lanes * together, wanted)
     values, starts = _prepare(quant, lhs, k, groups, m)
 
     def columns(acc: Any, left: list[Any], group: Any, column: Any, at: Any, size: int, width: int):
@@ -102,7 +114,7 @@ def emit_quantised_columns(
     with T.parallel(i64(0), i64(strips)) as task:
         acc = workspace(rows * strip)
         column = let(task * strip)
-        width = let(tirx.min(i64(strip), i64(n) - column)) if n % strip else i64(strip)
+        width = let(tirx.min(i64(strip), i64(n) - column)) if not divides(strip, n) else i64(strip)
         with T.serial(i64(0), ceil_div(m, rows)) as block:
             left = [let(tirx.min(block * rows + r, m - 1)) for r in range(rows)]
             with T.serial(i64(0), i64(rows * strip // lanes)) as v:
@@ -112,7 +124,7 @@ def emit_quantised_columns(
                 with T.serial(i64(0), whole) as v:
                     at = let(v * (lanes * together))
                     columns(acc, left, group, column, at, together, lanes)
-                if n % (lanes * together):
+                if not divides(lanes * together, n):
                     done = let(whole * (lanes * together))
                     with T.serial(i64(0), width - done) as v:
                         columns(acc, left, group, column, let(done + v), 1, 1)

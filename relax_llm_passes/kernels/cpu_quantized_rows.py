@@ -12,7 +12,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, add_lanes, ceil_div, i64, let, load, local, splat, store
+from .cpu_build import T, add_lanes, ceil_div, divides, i64, let, load, local, splat, store
 from .cpu_gemv import emit_finish_tail
 from .cpu_quantized import arrange, field, prefetch_words, spread_scales, words_per_step
 from .cpu_spec import GemmSpec
@@ -65,7 +65,7 @@ def emit_quantised_rows(
             left = [let(tirx.min(block * rows + r, m - 1)) for r in range(rows)]
             with T.serial(i64(0), i64(lanes)) as part:
                 row = group * lanes + part
-                row = let(tirx.min(row, i64(n - 1)) if n % lanes else row)
+                row = let(tirx.min(row, i64(n - 1)) if not divides(lanes, n) else row)
                 acc = local(rows * lanes)
                 for r in range(rows):
                     store(acc, splat(0.0, lanes), r * lanes, lanes)

@@ -48,7 +48,7 @@ class GemmSpec:
     lead : tuple
         Sizes of the left operand before K; texts are symbolic. Their product is M.
     n, k : int
-        Columns of the result, length of the sum.
+        Columns of the result, length of the sum. N may be symbolic: a text.
     layout : str
         Of the weight: "NK", "KN", or "packed" (panels of columns, see `cpu_pack`).
     lhs_dtype, rhs_dtype, out_dtype : str
@@ -60,7 +60,7 @@ class GemmSpec:
     """
 
     lead: tuple[int | str, ...]
-    n: int
+    n: Any
     k: int
     layout: str = "NK"
     lhs_dtype: str = "float32"

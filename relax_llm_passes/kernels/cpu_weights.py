@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm import tirx
 
-from .cpu_build import T, cast, choose, i64, let, load, splat, store
+from .cpu_build import T, cast, choose, divides, i64, let, load, splat, store
 from .cpu_spec import GemmSpec, QuantSpec
 from .cpu_tiles import CpuTiles
 
@@ -235,9 +235,9 @@ def _copy_columns(
                     column = tirx.min(first + p * columns + j, i64(n - 1))
                     store(scratch, read(row, column, 1), at(p, k) + j)
 
-    if n % columns == 0:
+    if divides(columns, n):
         whole()
-    elif n < columns:
+    elif isinstance(n, int) and n < columns:
         part()
     else:
         choose(first + panels * columns <= n, whole, part)
@@ -258,7 +258,7 @@ def _transpose_rows(
     rows = []
     for j in range(columns):
         row = first + j
-        rows.append(let(tirx.min(row, i64(n - 1)) if n % columns else row))
+        rows.append(let(tirx.min(row, i64(n - 1)) if not divides(columns, n) else row))
     whole = let(tirx.floordiv(k_size, i64(lanes)))
     # All rows of the panel in one pass: whole cache lines of the scratch are written.
     with T.serial(i64(0), whole) as ko:

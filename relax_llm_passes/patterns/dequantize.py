@@ -21,7 +21,7 @@ import tvm
 from tvm import relax
 
 from ..report import Refusal
-from .shapes import dims, dtype_of, static
+from .shapes import dims, dtype_of, same_dim, static
 
 __all__ = ["Dequantize", "find_dequantize"]
 
@@ -227,13 +227,19 @@ def _plans(
     return plans
 
 
+# Stands for a symbolic size of the axis that is not packed.
+_ANY_SIZE = 40
+
+
+def _size(dim: Any) -> int:
+    size = static(dim)
+    return _ANY_SIZE if size is None else size
+
+
 def _identify(func: Any, full: list[int], packed: Any, scale: Any) -> tuple[int, dict] | str:
     """Return (packed axis, sizes) of the format, or what was found instead."""
     word = dtype_of(packed)
-    found = [[static(d) for d in dims(t) or ()] for t in (packed, scale)]
-    shapes = [[d for d in s if d is not None] for s in found]
-    if shapes != found:
-        return "symbolic sizes of the packed weight"
+    shapes = [[_size(d) for d in dims(t) or ()] for t in (packed, scale)]
     generator = np.random.default_rng(20)
     bits = _WORD_BITS[word]
     low, high = (-(1 << (bits - 1)), 1 << (bits - 1)) if word[0] == "i" else (0, 1 << bits)
@@ -291,14 +297,16 @@ def find_dequantize(view: Any, expr: relax.Expr, transposed: bool) -> Dequantize
     def refuse(reason: str) -> Refusal:
         return Refusal(f"dequantised weight: {reason}", "gemm", view.name, str(expr))
 
-    full = [static(d) for d in shape]
-    if any(d is None for d in full):
+    symbolic = [d for t in (call, *fields) for d in dims(t) or () if static(d) is None]
+    summed = shape[1 if transposed else 0]
+    if static(summed) is None or not all(same_dim(d, symbolic[0]) for d in symbolic):
         return refuse("symbolic sizes of the weight")
+    full = [_size(d) for d in shape]
     key = (func, tuple(map(str, (fields[0].ty, fields[1].ty))))
     if key not in _CACHE:
         if len(_CACHE) > 64:
             _CACHE.clear()
-        _CACHE[key] = _identify(func, full, *fields)  # type: ignore[arg-type]
+        _CACHE[key] = _identify(func, full, *fields)
     found = _CACHE[key]
     if isinstance(found, str):
         return refuse(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -71,8 +71,11 @@ class Case:
         kernel = gemm_kernel(self.spec, self.target)
         self.run = tvm.compile(kernel, target=self.target)[self.spec.key()]
 
-    def check(self, lead: tuple[int, ...], seed: int = 0) -> None:
+    def check(self, lead: tuple[int, ...], seed: int = 0, n: int | None = None) -> None:
+        """Compare with float64; `n` is N where the spec's is symbolic."""
         spec, rng = self.spec, np.random.default_rng(seed)
+        if n is not None:
+            spec = replace(spec, n=n)
         lhs = random(rng, (*lead, spec.k), spec.lhs_dtype)
         rows = random(rng, (spec.n, spec.k), spec.rhs_dtype)
         weight = rows
@@ -87,7 +90,7 @@ class Case:
         size = np.abs(wide(lhs)) @ np.abs(wide(rows)).T
         for op in spec.epilogue.ops:
             want = apply(op, want, operands.get(op.operand))
-        got = self.call(lead, lhs, [weight], list(operands.values()))
+        got = self.call(lead, lhs, [weight], list(operands.values()), n=n)
         bound = ROUNDING[spec.out_dtype] * np.abs(want) + 8 * 2.0**-24 * (size + 1)
         if spec.epilogue.ops:
             # Steps after the sum scale its error: by the operand of a product (at most about 5
@@ -97,8 +100,10 @@ class Case:
         assert np.isfinite(got).all()
         assert (worst <= 0).all(), f"{spec.key()} {lead}: off by {np.abs(got - want).max()}"
 
-    def call(self, lead: tuple[int, ...], lhs: Any, weights: Any, operands: Any) -> np.ndarray:
-        shape = (*lead, self.spec.n)
+    def call(
+        self, lead: tuple[int, ...], lhs: Any, weights: Any, operands: Any, n: int | None = None
+    ) -> np.ndarray:
+        shape = (*lead, self.spec.n if n is None else n)
         poison = np.full(shape, np.nan).astype(numpy_dtype(self.spec.out_dtype))
         out = tvm.runtime.tensor(poison)
         self.run(*[tvm.runtime.tensor(a) for a in (lhs, *weights, *operands)], out)

@@ -82,6 +82,16 @@ def test_symbolic_leading_axes() -> None:
         case.check(lead)
 
 
+@pytest.mark.parametrize("layout", ["NK", "KN"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_symbolic_columns(layout: str, dtype: str) -> None:
+    steps = epilogue("bias", "silu", dtype=dtype)
+    case = Case(GemmSpec(("m",), "n", 40, layout, dtype, dtype, dtype, steps))
+    for m in (1, 3, 9, 19):
+        for n in (0, 1, 5, TILES.lanes, TILES.columns * 9 + 3, 4097):
+            case.check((m,), seed=n, n=n)
+
+
 def test_mixed_dtypes() -> None:
     spec = GemmSpec(("m",), 24, 40, "NK", "float32", "bfloat16", "float32")
     case = Case(spec)

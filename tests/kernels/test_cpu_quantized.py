@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,15 +32,17 @@ def quantise(weight: np.ndarray, quant: QuantSpec) -> tuple[np.ndarray, np.ndarr
     return packed, scale, (value * wide(scale)[..., None]).reshape(n, -1)[:, :k]
 
 
-def check(case: Case, m: int) -> None:
+def check(case: Case, m: int, n: int | None = None) -> None:
     spec, rng = case.spec, np.random.default_rng(m)
+    if n is not None:
+        spec = replace(spec, n=n)
     packed, scale, value = quantise(rng.standard_normal((spec.n, spec.k)), spec.quant)
     lhs = random(rng, (m, spec.k), spec.lhs_dtype)
     want, size = wide(lhs) @ value.T, np.abs(wide(lhs)) @ np.abs(value).T
     weight = [packed, scale]
     if spec.layout == "KN":
         weight = [np.ascontiguousarray(part.T) for part in weight]
-    got = case.call((m,), lhs, weight, [])
+    got = case.call((m,), lhs, weight, [], n=n)
     # The integer path rounds a 16-bit left operand to 2^-16 of its group's largest value, at most
     # 4 here, for weights of about 1.
     rounding = 4 * 2.0**-16 * np.abs(value).sum(1) if spec.lhs_dtype != "float32" else 0.0
@@ -63,6 +67,16 @@ def test_weights_as_k_n(bits: int, offset: int, dtype: str, n: int, k: int) -> N
     case = Case(GemmSpec(("m",), n, k, "KN", dtype, "uint32", dtype, Epilogue(), quant))
     for m in (0, 1, 3, 9):
         check(case, m)
+
+
+@pytest.mark.parametrize("layout", ["NK", "KN"])
+def test_symbolic_columns(layout: str) -> None:
+    quant = QuantSpec(4, 32, 7)
+    spec = GemmSpec(("m",), "n", 288, layout, "float16", "uint32", "float16", Epilogue(), quant)
+    case = Case(spec)
+    for m in (1, 3, 9):
+        for n in (1, 33, 200):
+            check(case, m, n)
 
 
 @pytest.mark.parametrize("k", [5, 32, 264])
