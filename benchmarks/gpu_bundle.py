@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_bundle.py FOLDER [--arch sm_90] [--graph NAME ...]
 
-Makes FOLDER with TVM's runtime libraries (no compiler), graphs of the corpus compiled by TVM's
-default pipeline and by this package's with cubins inside, their inputs and expected outputs, and
-``run_on_gpu.py``. On the GPU machine, with Python, numpy and the CUDA runtime library:
+Makes FOLDER with the runtime libraries of TVM (no compiler) and of CUDA, graphs of the corpus
+compiled by TVM's default pipeline and by this package's with cubins inside, their inputs and
+expected outputs, and ``run_on_gpu.py``. On the GPU machine, with the same Python version, numpy and
+the driver:
 
-    python FOLDER/run_on_gpu.py            # writes FOLDER/results/gpu.json
+    python FOLDER/run_on_gpu.py            # writes benchmarks/results/GPU-NAME.json
 
 No GPU is needed to build it; nvcc is. Each module is compiled in a process of its own.
 """
@@ -14,12 +15,15 @@ No GPU is needed to build it; nvcc is. Each module is compiled in a process of i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,16 +40,7 @@ def compile_one(name: str, pipeline: str, arch: str, output: Path, emulated: boo
     from tvm import relax
 
     import relax_llm_passes
-    from relax_llm_passes.cuda_on_cpu import cuda_target, install
-    from relax_llm_passes.cuda_on_cpu.nvcc import compile_cubin
-
-    install()  # registers the device, so that TVM compiles kernels at all
-    if not emulated:
-        import tvm_ffi
-
-        @tvm_ffi.register_global_func("tvm_callback_cuda_compile", override=True)
-        def to_cubin(code: str) -> bytes:
-            return compile_cubin(code, arch)[0]
+    from relax_llm_passes.cuda_on_cpu import cuda_target, embedded_cubins, install
 
     target = cuda_target(arch)
     graph = corpus.load(name)
@@ -54,15 +49,20 @@ def compile_one(name: str, pipeline: str, arch: str, output: Path, emulated: boo
         if pipeline == "tvm"
         else relax_llm_passes.default_pipeline(target)
     )
-    tvm.compile(graph.mod, target, relax_pipeline=passes).export_library(str(output))
+    if emulated:
+        install()
+    with contextlib.nullcontext() if emulated else embedded_cubins():
+        executable = tvm.compile(graph.mod, target, relax_pipeline=passes)
+    executable.export_library(str(output))
 
 
 def copy_runtime(folder: Path) -> None:
-    """TVM's Python package and runtime libraries without the compiler, and tvm_ffi."""
+    """TVM's Python package and runtime libraries without the compiler, tvm_ffi and ml_dtypes."""
+    import ml_dtypes
     import tvm
     import tvm_ffi
 
-    for package in (tvm, tvm_ffi):
+    for package in (tvm, tvm_ffi, ml_dtypes):
         source = Path(package.__file__).parent
         shutil.copytree(
             source,
@@ -72,18 +72,33 @@ def copy_runtime(folder: Path) -> None:
         )
 
 
+def cuda_runtime() -> Path | None:
+    """This machine's CUDA runtime library, which a machine with only the driver lacks."""
+    from relax_llm_passes.cuda_on_cpu.nvcc import cuda_library_dirs
+
+    for directory in cuda_library_dirs():
+        for library in sorted(directory.glob("libcudart.so.*")):
+            if library.name.count(".") == 2:  # libcudart.so.13
+                return library
+    return None
+
+
+def save(folder: Path, name: str, arrays: Sequence[Any]) -> None:
+    """Write arrays as NAME0.npy, ...; bf16 as its bits, for numpy has no such type."""
+    for i, array in enumerate(arrays):
+        a = np.asarray(array)
+        np.save(folder / f"{name}{i}.npy", a.view(np.uint16) if a.dtype.name == "bfloat16" else a)
+
+
 def build(folder: Path, graphs: list[str], arch: str, emulated: bool = False) -> None:
     """Write the bundle into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = []
+    rows = []
     for name in graphs:
         graph = corpus.load(name)
         inputs, golden = graph.inputs(), graph.golden()
-        for kind, arrays in (("in", inputs), ("out", golden)):
-            for i, a in enumerate(arrays):
-                # numpy stores bf16 as raw bytes: the runner views them by the manifest's dtype
-                np.save(folder / f"{name}.{kind}{i}.npy", np.asarray(a).view(np.uint16)
-                        if a.dtype.name == "bfloat16" else a)  # fmt: skip
+        save(folder, f"{name}.in", inputs)
+        save(folder, f"{name}.out", golden)
         for pipeline in ("tvm", "relax_llm"):
             library = folder / f"{name}.{pipeline}.so"
             command = [sys.executable, __file__, "--compile", name, pipeline, arch, str(library)]
@@ -91,12 +106,19 @@ def build(folder: Path, graphs: list[str], arch: str, emulated: bool = False) ->
                                   capture_output=True, text=True)  # fmt: skip
             row = {"graph": name, "pipeline": pipeline, "library": library.name,
                    "function": graph.function, "tolerance": graph.tolerance,
-                   "inputs": [a.dtype.name for a in inputs], "outputs": len(golden)}  # fmt: skip
+                   "inputs": [a.dtype.name for a in inputs],
+                   "outputs": [a.dtype.name for a in golden]}  # fmt: skip
             if done.returncode:
-                row["error"] = done.stderr.strip().splitlines()[-1][:300]
-            manifest.append(row)
+                row["failed"] = (done.stderr.strip().splitlines() or ["?"])[-1][:300]
+            rows.append(row)
+    manifest = {"arch": arch, "emulated": emulated, "python": list(sys.version_info[:2]),
+                "rows": rows}  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     copy_runtime(folder)
+    library = None if emulated else cuda_runtime()
+    if library is not None:
+        (folder / "lib").mkdir(exist_ok=True)
+        shutil.copy(library, folder / "lib" / library.name)
     shutil.copy(RUNNER, folder / RUNNER.name)
 
 
@@ -120,6 +142,9 @@ def main() -> None:
     if nvcc_missing() and not a.emulated:
         raise UnsupportedError(f"a GPU bundle needs nvcc: {nvcc_missing()}")
     build(a.folder, a.graph or list(DEFAULT_GRAPHS), a.arch, a.emulated)
+    for row in json.loads((a.folder / "manifest.json").read_text())["rows"]:
+        if "failed" in row:
+            print(f"{row['graph']} by {row['pipeline']} does not compile: {row['failed']}")
     size = sum(p.stat().st_size for p in a.folder.rglob("*") if p.is_file()) / 1e6
     runner = os.path.join(a.folder, RUNNER.name)
     print(f"{a.folder}: {size:.0f} MB; run {runner} on the GPU machine")
