@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from .external import folder, package
 
-REVISION = "79d603a"
+REVISION = "79d603f"
 VERSION = f"mlc-llm {REVISION}, apache-tvm frontend.nn"
 
 
