@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from .errors import InputError
-from .isolated import Worker
+from .isolated import Outcome, Worker
 
-__all__ = ["Case", "Settings", "check_cases", "corpus_cases", "file_cases", "summary"]
+__all__ = ["Case", "Outcome", "Settings", "check_cases", "corpus_cases", "file_cases", "summary"]
 
 # Largest difference over the largest magnitude when a file is compared with TVM's plain lowering
 # of the same program: both round, and sum in another order, at every operator.
@@ -56,7 +56,9 @@ class Settings:
     verify : bool
         Check every kernel while compiling.
     upstream : bool
-        Compile with TVM's default pipeline too, for its status and number of launches.
+        State the status and number of launches of TVM's default pipeline too.
+    fresh_upstream : bool
+        Compile with it now, also where an earlier run's result is kept.
     jobs : int
         Worker processes.
     timeout : float
@@ -66,6 +68,7 @@ class Settings:
     target: str = "native"
     verify: bool = False
     upstream: bool = True
+    fresh_upstream: bool = False
     jobs: int = 1
     timeout: float = 600.0
     passes: str = "default"
@@ -164,6 +167,7 @@ def check_one(
     result: dict[str, Any] = {
         "launches": _launches(counter.launches, function),
         "passes": _pass_counts(pipeline.report),
+        "matched": _kinds(pipeline.report),
         "notes": [f"{p.name}: {n}" for p in pipeline.report.passes for n in p.notes],
     }
     device = _device(pipeline.target)
@@ -195,6 +199,16 @@ def _pass_counts(report: Any) -> dict[str, dict[str, int]]:
         entry["matched"] += sum(record.matched.values())
         entry["refused"] += len(record.refusals)
     return counts
+
+
+def _kinds(report: Any) -> dict[str, int]:
+    """Return what the fusing passes found, by kind: the attention layers, rotaries, products."""
+    found: dict[str, int] = {}
+    for record in report.passes:
+        if record.fuses:
+            for kind, count in record.matched.items():
+                found[kind] = found.get(kind, 0) + count
+    return found
 
 
 def _device(target: Any) -> Any:
@@ -284,13 +298,28 @@ def _check_case(worker: Worker, case: Case, settings: Settings) -> dict[str, Any
         entry["status"] = ours.status
         entry["message"] = ours.message
     if settings.upstream:
-        upstream = worker.call(
-            "relax_llm_passes.checking:compile_upstream", common, settings.timeout
-        )
-        entry["upstream_status"] = str(upstream)
-        if upstream.ok:
-            entry["launches_upstream"] = upstream.result["launches"]
+        entry.update(_upstream(worker, case, settings, common))
     return entry
+
+
+def _upstream(
+    worker: Worker, case: Case, settings: Settings, common: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what TVM's default pipeline makes of a case, from an earlier run where one is kept."""
+    from . import upstream_results
+    from .targets import parse_target, split_libraries
+
+    kind = parse_target(split_libraries(settings.target)[1]).kind.name
+    place = (case.name, case.corpus or "", kind)
+    if case.corpus is not None and not settings.fresh_upstream:
+        found = upstream_results.kept(*place)
+        if found is not None:
+            return {"upstream_status": found["status"], "launches_upstream": found["launches"]}
+    answer = worker.call("relax_llm_passes.checking:compile_upstream", common, settings.timeout)
+    launches = answer.result["launches"] if answer.ok else None
+    if case.corpus is not None:
+        upstream_results.keep(*place, str(answer), launches)
+    return {"upstream_status": str(answer), "launches_upstream": launches}
 
 
 def passed(entry: dict[str, Any]) -> bool:
@@ -306,8 +335,8 @@ def check_cases(
     """Check every case in worker processes; yield one result per case, in the order of `cases`.
 
     Results have graph, target, status ("passed", "compiled", "failed", "crashed", "timeout"),
-    max_rel_err, tol, launches_upstream, launches, passes, upstream_status and, where something is
-    wrong, message.
+    max_rel_err, tol, launches_upstream, launches, passes, upstream_status, matched (kinds and their
+    number) and, where something is wrong, message.
     """
     jobs = max(1, min(settings.jobs, len(cases)))
     with ExitStack() as stack:

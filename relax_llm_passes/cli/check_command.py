@@ -37,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", help="graphs whose name contains or matches")
     parser.add_argument("--json", metavar="FILE", help="write the results; '-' is stdout")
     parser.add_argument(
-        "--no-upstream", action="store_true", help="do not compile with TVM's default pipeline"
+        "--no-upstream", action="store_true", help="say nothing about TVM's default pipeline"
+    )
+    parser.add_argument(
+        "--fresh-upstream",
+        action="store_true",
+        help="compile with TVM's default pipeline also where an earlier run's result is kept",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes")
     parser.add_argument(
@@ -74,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         target=args.target,
         verify=args.verify,
         upstream=not args.no_upstream,
+        fresh_upstream=args.fresh_upstream,
         jobs=args.jobs,
         timeout=args.timeout,
         passes=args.passes,
