@@ -1,6 +1,6 @@
 """Decoding a Llama beside llama.cpp: the same shapes, threads and weight formats, in turns.
 
-Usage: python benchmarks/llama_cpp.py --threads 1 [--formats f16 q8_0 q4_0] --json out.json
+Usage: python benchmarks/against_llama_cpp.py --threads 1 [--formats f16 q8_0 q4_0] --json out.json
 
 Needs the PyPI packages `llama-cpp-python` (built for this machine) and `gguf`. A GGUF file with
 drawn weights of the shapes of the graph is written to a temporary folder. One call decodes a token
