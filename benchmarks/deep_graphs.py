@@ -3,7 +3,7 @@
 Compile time depends on how many bindings a graph has and how they hang together, not on how wide
 its matrices are. `deepen` chains copies of a two-layer graph: each copy has weights and caches of
 its own, and reads, in place of the embedding, what the copy before gave to its head. What depends
-on neither (positions, masks) is computed once, as in the model.
+on neither and stands before the first layer (positions, masks) is computed once, as in the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from relax_llm_passes.dataflow import FunctionView, op_name
 from relax_llm_passes.rewriting import set_function_type
 
 _FLOATS = ("float", "bfloat")
+
+
+def _in_layer(view: FunctionView, row: int, own: list[Var], embedded: Var) -> bool:
+    """Whether a binding computes with weights other than the embedding's."""
+    binding = view.bindings[row]
+    return not binding.var.same_as(embedded) and any(v in own for v in view.reads(row))
 
 
 def deepen(name: str, layers: int) -> tuple[tvm.IRModule, str]:
@@ -47,7 +53,9 @@ def deepen(name: str, layers: int) -> tuple[tvm.IRModule, str]:
     for row, binding in enumerate(bindings):
         if any(v in mine for v in view.reads(row)):
             mine.add(binding.var)
-    written = [b for b in bindings if b.var not in mine]
+    first = next(r for r, b in enumerate(bindings) if _in_layer(view, r, own, embedded))
+    once = {b.var for b in bindings[:first] if b.var not in mine}
+    written = [b for b in bindings if b.var in once]
     results: list[Expr] = []
     before: Expr | None = None
     for number in range(copies):
@@ -56,7 +64,7 @@ def deepen(name: str, layers: int) -> tuple[tvm.IRModule, str]:
             clone.env[param] = Var(f"{param.name}_{number}", param.ty)
             params.append(clone.env[param])
         for binding in bindings[:-1]:
-            if binding.var not in mine:
+            if binding.var in once:
                 continue
             if binding.var.same_as(embedded) and before is not None:
                 value = BlockBuilder().normalize(op.reshape(before, embedded.ty.shape))

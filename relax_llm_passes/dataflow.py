@@ -165,6 +165,7 @@ class FunctionView:
         self._reads: list[list[Var]] = []
         self._users: dict[Var, list[Binding]] | None = None
         self._outputs: set[Var] | None = None
+        self._needed: set[Var] | None = None
         self._whole: set[Var] = set()
         for block in seq.blocks[:]:
             self._dataflow.append(isinstance(block, DataflowBlock))
@@ -434,6 +435,18 @@ class FunctionView:
             self._find_users()
         assert self._outputs is not None
         return self.resolve(expr) in self._outputs
+
+    def is_needed(self, expr: Expr) -> bool:
+        """Whether the scope's result depends on a value, through however many bindings."""
+        if self._needed is None:
+            needed: set[Var] = set()
+            for binding in reversed(self.bindings):
+                var = binding.var
+                if self.is_output(var) or any(u.var in needed for u in self.users(var)):
+                    needed.add(var)
+            self._needed = needed
+        found = self.resolve(expr)
+        return found in self._needed or self.is_output(found)
 
     def _find_users(self) -> None:
         self._outputs = set()

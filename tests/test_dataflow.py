@@ -274,3 +274,23 @@ def test_work_is_linear() -> None:
 
     small, large = calls(50), calls(200)
     assert large < 4.4 * small
+
+
+def test_what_the_result_needs_in_a_long_chain():
+    """As deep as a real model, where a recursive walk would not get through."""
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([4], "float32"))
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            dead = value = bb.emit(relax.op.negative(x))
+            unread = []
+            for _ in range(3000):
+                value = bb.emit(relax.op.add(value, x))
+                dead = bb.emit(relax.op.negative(dead))
+                unread.append(dead)
+            out = bb.emit_output(value)
+        bb.emit_func_output(out)
+    view = FunctionView(bb.get(), "main")
+    first = view.bindings[0].var
+    assert view.is_needed(first) and view.is_needed(value) and view.is_needed(out)
+    assert not any(view.is_needed(v) for v in unread)

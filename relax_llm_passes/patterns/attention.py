@@ -415,14 +415,10 @@ class _Finder:
     def _take_dead(self, region: dict[Any, None]) -> None:
         """Add readers whose results nobody uses (the places of a maximum beside its values)."""
         view = self.view
-
-        def dead(var: Any) -> bool:
-            return not view.is_output(var) and all(dead(u.var) for u in view.users(var))
-
         pending = list(region)
         while pending:
             for user in view.users(pending.pop()):
-                if user.var not in region and dead(user.var):
+                if user.var not in region and not view.is_needed(user.var):
                     region[user.var] = None
                     pending.append(user.var)
 

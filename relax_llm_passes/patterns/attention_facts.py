@@ -10,7 +10,7 @@ from tvm import tirx
 from ..kernels.attention_plan import AttentionPlan
 from ..kernels.scalar_expr import any_node, buffer_loads, dtype_of
 from .elements import ElementReader
-from .rotary_memo import classify_rotary_once
+from .rotary import classify_rotary
 
 __all__ = [
     "attention_facts",
@@ -40,7 +40,7 @@ def attention_facts(plan: AttentionPlan, reader: ElementReader) -> dict[str, Any
     ranges = {var: extent for var, extent in plan.batch}
     ranges[plan.d] = plan.D
     if len({load.source for load in buffer_loads(plan.q)}) > 1:
-        answer = classify_rotary_once(plan.q, plan.d, plan.D, batch, ranges)
+        answer = classify_rotary(plan.q, plan.d, plan.D, batch, ranges)
         if not isinstance(answer, str):
             facts["rotary"] = answer[0].to_dict()
     return facts

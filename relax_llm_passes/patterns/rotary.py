@@ -29,6 +29,7 @@ from ..kernels.scalar_expr import (
 )
 from ..report import Refusal
 from .elements import LAYOUT, ElementReader, Unreadable, is_biased_product
+from .rotary_memo import remembered
 
 __all__ = ["Rotary", "RotaryMatch", "classify_rotary", "find_rotary", "rotary_factors"]
 
@@ -137,6 +138,7 @@ def _gap(a: Any, b: Any, analyzer: Any) -> int | None:
     return differences[0] if len(differences) == 1 else None
 
 
+@remembered
 def classify_rotary(
     expr: Any, d: Any, size: int, heads: Sequence[Any], ranges: dict[Any, Any]
 ) -> tuple[Rotary, Any, list[Any]] | str:
@@ -178,7 +180,9 @@ def classify_rotary(
         if len(terms) != 2 or any(len(m) != 1 for m in mine) or any(len(o) != 1 for o in others):
             return f"depth {depth} is no rotation of two elements"
         gap = _gap(mine[0][0], mine[1][0], analyzer)
-        pairs[depth] = abs(gap or 0)
+        if not gap:
+            return f"depth {depth} is a sum of two products, of no two depths of one tensor"
+        pairs[depth] = abs(gap)
         for other in others:
             tables[other[0].source] = None
     return _style(at, size, source, pairs, list(tables), analyzer)
