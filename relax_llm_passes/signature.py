@@ -315,14 +315,51 @@ def read_sidecar(library: str | Path) -> dict[str, Any]:
     path = sidecar_path(library)
     try:
         record = json.loads(path.read_text())
-        known = record["format"] == _FORMAT and isinstance(record["functions"], dict)
+        found = record["format"]
+        if found != _FORMAT:
+            raise InputError(f"{path} has format {found!r}, expected {_FORMAT}: compile again")
+        _check_record(record)
     except FileNotFoundError:
         raise InputError(
             f"{path} is missing: `relax-llm-passes compile` writes it beside the library, with "
             "the functions' signatures"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    if not known:
-        raise InputError(f"{path} has format {record['format']!r}, expected {_FORMAT}")
+    except InputError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path} is damaged ({type(error).__name__}: {error}); compile again"
+        ) from None
     return record
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Look at everything that is read later, so that a damaged file is told as one."""
+
+    def check(ty: Mapping[str, Any]) -> None:
+        if ty["kind"] == "tuple":
+            for field in ty["fields"]:
+                check(field)
+        elif ty["kind"] == "tensor":
+            str(ty["dtype"]), list(ty["shape"] or ())
+        elif ty["kind"] == "shape":
+            list(ty["values"] or ())
+
+    str(record["target"]["kind"])
+    functions = record["functions"]
+    for function in functions.values():
+        for param in function["params"]:
+            check(param["type"])
+            str(param["name"])
+        check(function["result"])
+    plan = record.get("generation")
+    if plan is not None:
+        str(plan["create"]), str(plan["capacity"])
+        for step in (plan["step"], plan["prefill"]):
+            if step is None:
+                continue
+            params = functions[step["function"]]["params"]
+            for place in (step["ids"], *step["states"], *step["weights"]):
+                str(params[place]["name"])
+            str(step["positions"]), str(step["length"]), str(step["logits"]), list(step["results"])
+            str(step["rows"]["size"]), str(step["rows"]["least"]), str(step["rows"]["most"])

@@ -113,10 +113,45 @@ def test_run_errors(library, capsys):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 9}, "has format 9, expected 1"),
+        ({"functions": []}, "is damaged"),
+        ({"functions": {"main": {}}}, "is damaged (KeyError: 'params')"),
+        ({"functions": {"main": {"params": [{"name": "x"}]}}}, "is damaged (KeyError: 'type')"),
+        ({"target": []}, "is damaged"),
+        ({"generation": "x"}, "is damaged"),
+        ({"generation": {"step": {}}}, "is damaged"),
+    ],
+)
+def test_damaged_signatures(library, tmp_path, capsys, change, message):
+    record = json.loads((library / "out" / "m.so.json").read_text())
+    (tmp_path / "m.so").write_bytes(b"")
+    (tmp_path / "m.so.json").write_text(json.dumps({**record, **change}))
+    assert message in one_line(capsys, "run", str(tmp_path / "m.so"))
+
+
+def test_what_compiled_code_says_of_its_inputs(library, capsys):
+    record = json.loads((library / "out" / "m.so.json").read_text())
+    shape = record["functions"]["second"]["params"][0]["type"]["shape"]
+    shape[1] = "k * 3"  # not what the library was compiled for
+    odd = library / "odd.so"
+    odd.write_bytes((library / "out" / "m.so").read_bytes())
+    (library / "odd.so.json").write_text(json.dumps(record))
+    assert "second refuses these inputs" in one_line(
+        capsys, "run", str(odd), "--function", "second"
+    )
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--target", "cudaa"], "did you mean 'cuda'"),
         (["--target", "vulkan"], "unknown target 'vulkan'"),
+        (["--target", "cuda -arch=sm_9x"], "arch 'sm_9x': expected 'sm_' and a number"),
+        (["--kv-cache", "8"], "no caches to keep"),
+        (["--kv-cache", "-1"], "expected at least 1"),
+        (["--prefill", "none.py"], "No such file"),
         (["--target", "nolib, cuda"], "unknown library 'nolib'"),
         (["--disabled-pass", "FuseOpz"], "did you mean 'FuseOps'"),
         (["--passes", "default,-FuseOpz"], "did you mean 'FuseOps'"),

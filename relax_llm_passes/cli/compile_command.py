@@ -19,6 +19,7 @@ from .common import (
     make_pipeline,
     one_line,
     prepare_folder,
+    warn,
     write_text,
 )
 
@@ -118,6 +119,9 @@ def run(args: argparse.Namespace) -> int:
             mod, caches = with_caches(mod, args.kv_cache, args.file)
         functions = public_functions(mod)
         generation = generation_record(mod)
+        if args.prefill and not generation:
+            why = "" if args.kv_cache else "; --kv-cache ROWS keeps keys and values"
+            warn(f"{args.file} and {args.prefill} are no step and prompt of one model{why}")
         check_tools(target, output)
         # Now that the input is good, and before minutes of work.
         prepare_folder(output.parent, "--output")

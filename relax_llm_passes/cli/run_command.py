@@ -14,7 +14,14 @@ import numpy as np
 
 from ..errors import InputError, UnknownNameError, UnsupportedError
 from . import generate
-from .common import Progress, one_line, parse_sizes, set_threads, write_text
+from .common import (
+    Progress,
+    one_line,
+    parse_sizes,
+    prepare_folder,
+    set_threads,
+    write_text,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise InputError(f"--seed {args.seed}: expected 0 or more")
     set_threads(args.threads)
+    if args.output:
+        prepare_folder(Path(args.output).parent, "--output")
     sizes = parse_sizes(args.shape)
     from ..signature import Signature, read_sidecar
 
@@ -62,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return generate.run(args, record, arrays)
     if args.prompt_ids is not None:
         raise InputError("--prompt-ids is for --generate N")
-    name = choose_function(args.function, list(record["functions"]), args.library)
+    generates = "generation" in record
+    name = choose_function(args.function, list(record["functions"]), args.library, generates)
     signature = Signature(name, record["functions"][name])
     if args.params:
         arrays = {**weights_of(signature, args.params, record, arrays), **arrays}
@@ -96,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def choose_function(asked: str | None, names: list[str], library: str) -> str:
+def choose_function(
+    asked: str | None, names: list[str], library: str, generates: bool = False
+) -> str:
     """Return the function to call."""
     if asked is not None:
         if asked not in names:
@@ -104,7 +116,8 @@ def choose_function(asked: str | None, names: list[str], library: str) -> str:
         return asked
     if "main" in names or len(names) == 1:
         return "main" if "main" in names else names[0]
-    raise InputError(f"{library} has {', '.join(names)}: choose one with --function")
+    hint = ", or generate text with --generate N" if generates else ""
+    raise InputError(f"{library} has {', '.join(names)}: choose one with --function{hint}")
 
 
 def read_npz(path: str) -> dict[str, np.ndarray]:
@@ -180,8 +193,14 @@ def call(
     from ..sampling import to_device, to_numpy
 
     placed = to_device(arguments, device)
-    result = machine[name](*placed)
-    device.sync()
+    try:
+        result = machine[name](*placed)
+        device.sync()
+    except Exception as error:
+        # What compiled code says of its arguments; the rest is no fault of theirs.
+        if isinstance(error, ValueError | TypeError) or "ErrorContext" in str(error):
+            raise InputError(f"{name} refuses these inputs: {one_line(error)}") from None
+        raise
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
