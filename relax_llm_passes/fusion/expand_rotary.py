@@ -73,7 +73,7 @@ def _table(kernel: RotaryKernel, func: tirx.PrimFunc, which: str) -> tirx.PrimFu
             if kernel.factor != 1.0:
                 value = value * tirx.FloatImm("float32", kernel.factor)
             T.buffer_store(out, value, index)
-    return builder.get()
+    return builder.get().without_attr("global_symbol")  # one for each table: private
 
 
 @relax.expr_functor.mutator

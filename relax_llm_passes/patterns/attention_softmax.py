@@ -171,7 +171,7 @@ class SoftmaxRows:
         self._find_product(value, scores)
         shape = reader.shape(self.qk)
         if not reader.same(shape[-1], self.T):
-            raise fail(f"{shape[-1]} scores for {self.T} values (extra columns)", scores)
+            raise fail(f"{_size(shape[-1])} scores for {_size(self.T)} values", scores)
         self._extra_column(scores, index, shift)
         buffer = reader.leaves[self.qk]
 
@@ -205,7 +205,7 @@ class SoftmaxRows:
         if isinstance(extra, tirx.IntImm) and int(extra.value) == before == 0:
             return
         if not isinstance(extra, tirx.IntImm) or int(extra.value) != 1 or before not in (0, 1):
-            raise fail(f"softmax over {width} scores, {self.T} values", scores)
+            raise fail(f"softmax over {_size(width)} scores, {_size(self.T)} values", scores)
         place = i64(0) if before else i64(self.T)
         value, other = self._without_shift(reader.read(scores, [*index[:-1], place]))
         if (shift is None) != (other is None) or (
@@ -241,6 +241,10 @@ class SoftmaxRows:
         if not reader.same(where[-1], self.t) or any(depends_on(i, self.t) for i in where[:-1]):
             raise fail("the product's last axis is not the softmax's", scores)
         self.qk_index = where
+
+
+def _size(dim: Any) -> str:
+    return str(int(dim.value) if isinstance(dim, tirx.IntImm) else dim)
 
 
 def _is_zero(expr: Any) -> bool:
