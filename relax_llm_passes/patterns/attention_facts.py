@@ -59,13 +59,10 @@ def role_names(plan: AttentionPlan) -> list[str]:
             ("value", plan.append_v.new),
             ("position", plan.append_k.start),
         ]
+    reads = [(name, [load.source for load in buffer_loads(expr)]) for name, expr in uses]
     names: list[str] = []
     for bufr in plan.inputs:
-        readers = {
-            name
-            for name, expr in uses
-            if any(load.source.same_as(bufr) for load in buffer_loads(expr))
-        }
+        readers = {name for name, sources in reads if any(x.same_as(bufr) for x in sources)}
         if {"query", "key", "value"} <= readers:
             name = "qkv"
         elif "query" in readers and "key" in readers:
