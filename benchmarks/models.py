@@ -1,5 +1,8 @@
 """Whole models: this package, TVM's default, torch eager and torch.compile, in turns.
 
+RWKV-5 also beside the PyPI package `rwkv` as it is shipped (engine "rwkv"); its graphs and RWKV-4's
+prefill are of 6 tokens, unrolled by the importer. `--size 1b5-6` is a quarter of RWKV-5 1.5B.
+
 Usage: python benchmarks/models.py --threads 1 --json out.json [--models mpt llama] [--modes decode]
 
 All run on the same weights. Each engine lives in a process of its own, which is stopped (SIGSTOP)
@@ -32,9 +35,10 @@ GRAPHS = {
     "mpt": {"decode": "mpt_hf_decode", "prefill": "mpt_hf_prefill"},
     "llama": {"decode": "llama_decode", "prefill": "llama_prefill"},
     "neox": {"decode": "neox_decode", "prefill": "neox_prefill"},
-    "rwkv4": {"decode": "rwkv4_hf_decode"},
+    "rwkv4": {"decode": "rwkv4_hf_decode", "prefill": "rwkv4_hf_prefill6"},
+    "rwkv5": {"decode": "rwkv5_package_decode", "prefill": "rwkv5_package_prefill6"},
 }
-ENGINES = ("ours", "tvm", "torch", "compile")
+ENGINES = ("ours", "tvm", "torch", "compile", "rwkv")
 
 
 # --- worker -------------------------------------------------------------------------------------
@@ -82,6 +86,29 @@ def _torch_call(built: Any, engine: str, threads: int) -> Any:
     return call, flat
 
 
+def _package_call(built: Any, graph: str, size: str, threads: int) -> Any:
+    """The PyPI package `rwkv` as it is shipped: its TorchScript functions, a list of tokens."""
+    import torch
+
+    from tests.graphs.sources.rwkv_package import package_as_shipped
+
+    torch.set_num_threads(threads)
+    forward = package_as_shipped(built.source.module, graph[len("rwkv")], size)
+    tokens, state = built.torch_args
+    numbers = [int(t) for t in tokens.reshape(-1)]
+    full = len(numbers) > 1
+
+    def call() -> Any:
+        with torch.no_grad():
+            return forward(numbers, [s.clone() for s in state], full)
+
+    def flat(result: Any) -> list[np.ndarray]:
+        logits, new = result
+        return [a.detach().float().numpy() for a in (logits, *new)]
+
+    return call, flat
+
+
 def worker(engine: str, graph: str, size: str, threads: int, output: str) -> None:
     """Build one engine, write its outputs, then time rounds as asked on standard input."""
     sys.path.insert(0, str(ROOT))
@@ -91,6 +118,8 @@ def worker(engine: str, graph: str, size: str, threads: int, output: str) -> Non
     start = time.perf_counter()
     if engine in ("ours", "tvm"):
         call, flat = _tvm_call(built, engine)
+    elif engine == "rwkv":
+        call, flat = _package_call(built, graph, size, threads)
     else:
         call, flat = _torch_call(built, engine, threads)
     outputs = flat(call())
@@ -190,6 +219,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one model in one mode; raises when the engines' outputs differ."""
     graph = GRAPHS[model][mode]
+    # The package is an engine for the models that come from it.
+    engines = [e for e in engines if e != "rwkv" or "package" in graph]
     running: list[Engine] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -257,7 +288,7 @@ def main() -> int:
     for model in options.models:
         for mode in options.modes:
             if mode not in GRAPHS[model]:
-                continue  # RWKV-4 is unrolled over the tokens: 128 of them are no graph to measure
+                continue
             row = measure(
                 model,
                 mode,
@@ -274,7 +305,10 @@ def main() -> int:
             )
             print(
                 f"{model:8}{mode:9}"
-                + "".join(f"{row['ms'][e]:12.2f}" for e in options.engines)
+                + "".join(
+                    f"{row['ms'][e]:12.2f}" if e in row["ms"] else f"{'-':>12}"
+                    for e in options.engines
+                )
                 + f"   {ratios}",
                 flush=True,
             )

@@ -60,6 +60,7 @@ def group_norm_case(shape, sizes, groups, channel, axes, dtype="float32", mean=1
         ((1, "n", 192), (1, 5, 192), 3, -1, [], "float32", 1e4),
         (("b", 64, "h", 5), (2, 64, 7, 5), 4, 1, [2, 3], "float32", 1e4),
         ((1, 64, "h", "w"), (1, 64, 3, 9), 2, 1, [2, 3], "float32", 1e4),
+        (("b", 64, "h", "w"), (2, 64, 3, 5), 4, 1, [2, 3], "float32", 1e4),
         (("b", 64, "n", "n"), (2, 64, 5, 5), 4, 1, [2, 3], "float16", 10),
         (("b", "h", "w", 64), (2, 3, 5, 64), 8, 3, [1, 2], "float32", 1e4),
         ((1, 128, 16), (1, 128, 16), 4, 1, [], "float16", 0),
@@ -102,6 +103,47 @@ def test_vae_norm_fills_the_machine():
     prog, _ = program_of(call, CUDA)
     plan = plan_cuda(prog, CUDA)
     assert prog.rows * plan.split >= 128
+
+
+def test_vae_norm_at_full_size():
+    """One image of 512 x 64 x 64, two million elements: TVM's schedule has one block for it."""
+    mod, arrays, wanted = group_norm_case((1, 512, 64, 64), (1, 512, 64, 64), 32, 1, [2, 3])
+    got, (moments, write) = run(mod, arrays)
+    # 65536 elements of mean 1e4 are averaged in each group.
+    assert relative_error(got, wanted) < BOUND["float32"]
+    assert moments.blocks >= 128 and write.blocks >= 128
+    # The warps of a block meet to add up; TVM's schedule has 65 barriers.
+    assert moments.barriers_per_block <= 3 and write.barriers == 0
+    assert write.lane_use > 0.9
+    x, w, b = arrays
+    assert moments.global_read == x.nbytes
+    assert write.global_written == x.nbytes
+    # x again, and a little for every block: moments of its group, weights and biases.
+    assert write.global_read < 1.5 * x.nbytes
+
+
+def test_bfloat16_layer_norm():
+    """TVM cannot legalise it."""
+    x, w, b = (
+        draw((3, 200), "bfloat16", mean=5.0),
+        draw((200,), "bfloat16", 1),
+        draw((200,), "bfloat16", 2),
+    )
+    got, _ = run(
+        operator_module(op.nn.layer_norm, [("n", 200), (200,), (200,)], "bfloat16", axes=[-1]),
+        [x, w, b],
+    )
+    y = x.astype(np.float64)
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
+    assert relative_error(got, y * w.astype(np.float64) + b.astype(np.float64)) < BOUND["bfloat16"]
+
+
+def test_rms_norm_over_every_axis():
+    """TVM's schedule ends the process on it."""
+    x, w = draw((4, 30)), draw((4, 30), seed=1)
+    got, _ = run(operator_module(op.nn.rms_norm, [(4, 30), (4, 30)], axes=[0, 1]), [x, w])
+    wide = x.astype(np.float64)
+    assert relative_error(got, wide / np.sqrt((wide**2).mean() + 1e-5) * w) < BOUND["float32"]
 
 
 @pytest.mark.parametrize(

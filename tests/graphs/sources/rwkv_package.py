@@ -14,6 +14,8 @@ SIZES = {
     "small": {"layers": 2, "width": 128, "heads": 2, "vocab": 97, "ffn": 448, "rank": 32},
     "real": {"layers": 12, "width": 768, "heads": 12, "vocab": 8192, "ffn": 2688, "rank": 64},
     "1b5": {"layers": 24, "width": 2048, "heads": 32, "vocab": 65536, "ffn": 7168, "rank": 64},
+    # A quarter of it, with a small vocabulary: several engines fit into memory side by side.
+    "1b5-6": {"layers": 6, "width": 2048, "heads": 32, "vocab": 8192, "ffn": 7168, "rank": 64},
 }
 
 
@@ -93,32 +95,49 @@ def _rule(name: str, shape: tuple[int, ...]) -> list[Any]:
     return ["normal", 0.0, round(fan_in**-0.5, 4)]
 
 
+def _import_package(generation: str, script: bool) -> Any:
+    """The package's model module, imported anew: what it is depends on the environment."""
+    os.environ.update(RWKV_JIT_ON="1" if script else "0", RWKV_CUDA_ON="0")
+    os.environ["RWKV_V7_ON"] = "1" if generation == "7" else "0"
+    sys.modules.pop("rwkv.model", None)
+    import rwkv.model
+
+    return rwkv.model
+
+
 def _package(generation: str) -> Any:
     """The package's model module, without its TorchScript and CUDA paths."""
     import torch
 
-    os.environ.update(RWKV_JIT_ON="0", RWKV_CUDA_ON="0")
-    os.environ["RWKV_V7_ON"] = "1" if generation == "7" else "0"
-    # Both generations live in one file, and which one is decided when it is imported.
-    sys.modules.pop("rwkv.model", None)
     kept = torch.jit.script, torch.jit.script_method, torch.jit.ScriptModule
     torch.jit.script = torch.jit.script_method = lambda function: function
     torch.jit.ScriptModule = torch.nn.Module
     try:
-        import rwkv.model
+        module = _import_package(generation, script=False)
     finally:
         torch.jit.script, torch.jit.script_method, torch.jit.ScriptModule = kept
-    original = rwkv.model.matmul
+    original = module.matmul
 
     def matmul(a: Any, b: Any, *rest: Any, **options: Any) -> Any:
         # The package refuses float64, in which the golden outputs are computed.
         return a @ b if a.dtype == torch.float64 else original(a, b, *rest, **options)
 
-    rwkv.model.matmul = matmul
-    return rwkv.model
+    module.matmul = matmul
+    return module
 
 
-def load_model(generation: str, size: str) -> Any:
+def package_as_shipped(module: Any, generation: str, size: str) -> Any:
+    """The package's own `forward(tokens, state)`, TorchScript included, with a module's weights.
+
+    For generations 5 and 6, whose decode step takes a list of one token.
+    """
+    model = load_model(generation, size, script=True)
+    for key, name in module.names.items():
+        model.w[key].copy_(module.get_parameter(name))
+    return model.forward
+
+
+def load_model(generation: str, size: str, script: bool = False) -> Any:
     """The package's model object, built from a checkpoint of zeros."""
     import contextlib
     import io
@@ -129,7 +148,8 @@ def load_model(generation: str, size: str) -> Any:
     shapes = _weights(generation, size)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         torch.save({k: torch.zeros(s) for k, s in shapes.items()}, f"{folder}/model.pth")
-        return _package(generation).RWKV(f"{folder}/model", "cpu fp32")
+        package = _import_package(generation, True) if script else _package(generation)
+        return package.RWKV(f"{folder}/model", "cpu fp32")
 
 
 class _Embedding:
