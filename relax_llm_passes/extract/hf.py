@@ -194,7 +194,7 @@ def extract_hf(
     tvm.IRModule
         Function ``main`` ("prefill" and "decode" in mode "generate"); its attribute ``num_input``
         says how many parameters come before the weights, ``relax_llm.weight_names`` under which
-        names files hold the weights that layers share.
+        other names files hold weights.
 
     Raises
     ------
@@ -254,25 +254,41 @@ def _extract(model: Any, mode: str, batch: int, limit: int, keep_attention: bool
         automatic = {"ids": None, "past": [({2: _auto()}, {2: _auto()})] * layers}
         program = _export_either(module, (ids, past), declared, automatic)
     mod = import_exported(program, keep_attention=keep_attention)
-    shared = _shared_names(module, program)
-    if shared:
-        mod["main"] = mod["main"].with_attr(WEIGHT_NAMES_ATTR, json.dumps(shared))
+    names = _file_names(module, program)
+    if names:
+        mod["main"] = mod["main"].with_attr(WEIGHT_NAMES_ATTR, json.dumps(names))
     return mod
 
 
-def _shared_names(module: Any, program: Any) -> dict[str, list[str]]:
-    """From a parameter of the function to all names of its tensor in the model, where it has
-    several: files hold tied weights once, under one of them."""
+def _file_names(module: Any, program: Any) -> dict[str, list[str]]:
+    """From a parameter of the function to the names that files may hold its tensor under, where
+    there is more than its own: tied weights are stored once, and some models store weights under
+    older names (GPT-NeoX: lm_head as embed_out)."""
     names: dict[int, list[str]] = {}
-    tensors: dict[str, int] = {}
+    tensors: dict[str, Any] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name.removeprefix("model."))
-        tensors[name] = id(tensor)
+        tensors[name] = tensor
+        own = name.removeprefix("model.")
+        known = names.setdefault(id(tensor), [])
+        known += [n for n in (own, *_older_names(module.model, own, tensor)) if n not in known]
     return {
-        variable: names[tensors[name]]
+        variable: names[id(tensors[name])]
         for variable, name in program.graph_signature.inputs_to_parameters.items()
-        if name in tensors and len(names[tensors[name]]) > 1
+        if name in tensors and len(names[id(tensors[name])]) > 1
     }
+
+
+def _older_names(model: Any, name: str, tensor: Any) -> list[str]:
+    """The name under which `save_pretrained` stores a tensor, when it only renames it."""
+    loading: Any = require("transformers.core_model_loading", "extracting a Hugging Face model")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:
+        return []
+    try:
+        stored = revert(model, {name: tensor})
+    except Exception:  # a conversion that needs other tensors as well is no renaming
+        return []
+    return [key for key, value in stored.items() if value is tensor]
 
 
 def _auto() -> Any:
