@@ -28,7 +28,7 @@ __all__ = ["Pipeline", "default_pipeline", "deferred_pipeline", "stages"]
 
 # The graph stages by pass name, in order. Target-dependent choices are made inside the passes.
 GRAPH_PASSES: dict[str, tuple[str, ...]] = {
-    "clean": ("ExpandAttention", "CanonicalizeBindings"),
+    "clean": ("ExpandAttention", "ExpandRotaryKernels", "CanonicalizeBindings"),
     "raise": (),
     "fuse": (
         "FuseWkv",
@@ -36,6 +36,7 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
         "FuseTokenMix",
         "FuseRotaryAttention",
         "FuseSplitRotary",
+        "FuseDequantizeTake",
         "PartitionGemm",
     ),
     "lower": (
