@@ -288,7 +288,20 @@ class FunctionView:
             source = whole
         if source is None or not isinstance(source.ty, tvm.ir.TupleType):
             return None
-        return source if len(source.ty.fields) == len(fields) else None
+        if len(source.ty.fields) != len(fields) or self._is_composite_result(source):
+            return None
+        return source
+
+    def _is_composite_result(self, var: Expr) -> bool:
+        """Whether a tuple is what an outlined region gives: none of the program's own tuples.
+
+        The program's tuple of the same values stays, so that inlining finds it again.
+        """
+        call = self.value(var)
+        if type(call) is not Call or type(call.op) is not GlobalVar:
+            return False
+        callee = self.mod.functions.get(call.op, None)
+        return callee is not None and bool(callee.attrs) and "Composite" in callee.attrs
 
     # What a value is
 

@@ -25,7 +25,7 @@ from tvm.relax import (
 )
 
 from .cloning import Clone, new_if, new_seq
-from .composites import COMPOSITE_PREFIX, ORDER, ROUND
+from .composites import COMPOSITE_PREFIX, ORDER, ROUND, SYMBOLS
 from .dataflow import FunctionView, is_var
 from .rewriting import (
     Draft,
@@ -74,13 +74,16 @@ def inline(mod: tvm.IRModule, kinds: Collection[str] | None = None) -> tvm.IRMod
     if not found:
         return _without_notes(mod) if kinds is None else mod
     rounds: dict[int, dict[GlobalVar, Function]] = {}
-    if kinds is None and any(_notes(f) for f in mod.functions.values()):
+    noted = kinds is None and any(_notes(f) for f in mod.functions.values())
+    # A size that leaves a composite is matched in its caller as `outline` wrote it. A later round
+    # may have taken parts of that away: it has to be undone before.
+    if noted or any(SYMBOLS in func.attrs for func in found.values()):
         for gvar, func in found.items():
             rounds.setdefault(int(func.attrs.get(ROUND, 0)), {})[gvar] = func
     else:
         rounds[0] = found
     for number in sorted(rounds, reverse=True):
-        mod = _inline_round(mod, set(rounds[number]), number)
+        mod = _inline_round(mod, set(rounds[number]), number if noted else 0)
     return _without_notes(mod)
 
 

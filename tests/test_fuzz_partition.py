@@ -19,6 +19,12 @@ def test_random_graphs(start: int) -> None:
     assert counts["outlined"] > 25 and counts["canonicalized"] > 15
 
 
+# A tuple of all results of a region; sizes that leave one region and enter the next.
+@pytest.mark.parametrize("seed", [11787, 13571, 13834])
+def test_graphs_that_failed_once(seed: int) -> None:
+    check(seed, Counter())
+
+
 @pytest.mark.slow
 def test_many_random_graphs_and_the_virtual_machine() -> None:
     counts: Counter[str] = Counter()
