@@ -51,7 +51,7 @@ def compile_one(name: str, pipeline: str, arch: str, output: Path, emulated: boo
     )
     if emulated:
         install()
-    with contextlib.nullcontext() if emulated else embedded_cubins():
+    with contextlib.nullcontext() if emulated else embedded_cubins(arch):
         executable = tvm.compile(graph.mod, target, relax_pipeline=passes)
     executable.export_library(str(output))
 

@@ -45,7 +45,8 @@ def kernel(mod: tvm.IRModule, name: str = "NT_matmul") -> tirx.PrimFunc:
 def test_dlight_gemv(columns, dtype, reason):
     mod = product(columns, dtype)
     with TARGET:
-        scheduled = dl.ApplyDefaultSchedule(dl.gpu.GEMV())(mod)
+        # It changes the module that it is given.
+        scheduled = dl.ApplyDefaultSchedule(dl.gpu.GEMV())(product(columns, dtype))
     assert reads_dtype(kernel(mod), dtype) and not reads_dtype(kernel(mod), "int8")
     found = why_unsafe(kernel(scheduled))
     assert found is None if reason is None else reason in found

@@ -209,16 +209,20 @@ def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> tuple[
 
 
 @contextlib.contextmanager
-def embedded_cubins() -> Iterator[None]:
+def embedded_cubins(arch: str) -> Iterator[None]:
     """Inside, what ``tvm.compile`` makes for CUDA carries cubins, so it can be exported as it is.
 
-    nvcc compiles for the architecture that the target names; no GPU is needed. Such a module runs
-    on a real GPU only.
+    Such a module runs on a real GPU only; none is needed to make it.
+
+    Parameters
+    ----------
+    arch : str
+        What nvcc compiles for, e.g. "sm_90".
 
     Raises
     ------
     UnsupportedError
-        No nvcc, or (in ``tvm.compile``) it refuses a kernel, or the target names no architecture.
+        No nvcc, or (in ``tvm.compile``) it refuses a kernel.
     """
     import tvm
     import tvm_ffi
@@ -232,10 +236,6 @@ def embedded_cubins() -> Iterator[None]:
         install()  # without a device TVM compiles no kernels
 
     def to_cubin(code: str) -> bytes:
-        target = tvm.target.Target.current(allow_none=True)
-        arch = str(target.attrs.get("arch", "")) if target is not None else ""
-        if not arch:
-            raise UnsupportedError("the target names no architecture; write 'cuda -arch=sm_90'")
         return compile_cubin(code, arch)[0]
 
     name = "tvm_callback_cuda_compile"

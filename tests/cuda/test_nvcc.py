@@ -4,9 +4,9 @@ import pytest
 import tvm
 from tvm.relax.frontend import nn
 
-from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing
+from relax_llm_passes.cuda_on_cpu import cuda_target, embedded_cubins, nvcc_check, nvcc_missing
 from relax_llm_passes.cuda_on_cpu.nvcc import compile_cubin, cuda_sources
-from tests.cuda.test_kernels import module
+from tests.cuda.tvm_kernels import module
 
 pytestmark = pytest.mark.skipif(bool(nvcc_missing()), reason=nvcc_missing())
 
@@ -43,11 +43,18 @@ extern "C" __global__ void __launch_bounds__(1024, 2) k(float* a, float* b) {
         nvcc_check(code.replace("threadIdx.x & 255", "nonsense"), ("sm_90",))
 
 
-def test_cubin_of_a_compiled_module():
-    from relax_llm_passes.cuda_on_cpu import cuda_target
-
+def test_a_module_is_exported_with_cubins_and_no_gpu(tmp_path):
     target = cuda_target("sm_80")
     mod = module(lambda x: nn.op.relu(x), x=((4, 64), "float32"))
-    ex = tvm.compile(mod, target, relax_pipeline=tvm.relax.get_default_pipeline(target))
+    with embedded_cubins("sm_80"):
+        ex = tvm.compile(mod, target, relax_pipeline=tvm.relax.get_default_pipeline(target))
     (source,) = cuda_sources(ex)
-    assert compile_cubin(source, "sm_80")[0][:4] == b"\x7fELF"
+    library = tmp_path / "relu.so"
+    ex.export_library(str(library))
+    cubin = compile_cubin(source, "sm_80")[0]
+    assert cubin[:4] == b"\x7fELF" and int.from_bytes(cubin[18:20], "little") == 190  # EM_CUDA
+    assert cubin in library.read_bytes()
+    # Outside, kernels stay source for the emulated device.
+    ex = tvm.compile(mod, target, relax_pipeline=tvm.relax.get_default_pipeline(target))
+    ex.export_library(str(library))
+    assert cubin not in library.read_bytes()
