@@ -1,8 +1,8 @@
 """FuseTokenMix: the blends of a token with the one before it become one kernel.
 
-Before: `xk = x * mk + s * (1 - mk)`, and the same for v, r, g (or `x + (s - x) * m`), a kernel each,
-behind a concat that shifts x.
-After: `xk, xv, xr, xg = composite_token_mix(x, state, mk, mv, mr, mg)`, one kernel that reads x once.
+Before: `xk = x * mk + s * (1 - mk)`, and the same for v, r, g (or `x + (s - x) * m`): a kernel
+each, behind a concat that shifts x.
+After: `xk, xv, xr, xg = composite_token_mix(x, state, mk, mv, mr, mg)`: one kernel, one read of x.
 
 Spellings and refusals are those of `patterns.token_mix`. No gain where there is one blend alone.
 """

@@ -15,7 +15,8 @@ from tvm import relax, tirx
 from ..errors import InputError
 from ..lower import Accept, Composite, register_implementation
 from ..report import Refusal
-from .norm import FLOATS, build, known_shape, too_large
+from .flat_kernel import Typed, tensor_of
+from .norm import build, known_shape, too_large
 from .norm_math import Functions, functions_for
 from .norm_ops import Extra, NormSpec, group_domain, norm_program
 from .norm_program import Tensor, row_major
@@ -134,10 +135,10 @@ class _Gate:
         axes = [int(a) % rank for a in attrs.axes]
         if not isinstance(shape[channel], int) or shape[channel] % self.groups or channel in axes:
             raise InputError(f"{shape[channel]} channels in {self.groups} groups")
-        self.tensors = {r: self._tensor(r) for r in composite.roles}
+        self.tensors = {r: tensor_of(r, composite.ty(r)) for r in composite.roles}
         bound = {d for t in self.tensors.values() for d in t.shape if isinstance(d, tirx.Var)}
         result = composite.result_ty
-        out_shape = known_shape(_typed(result))
+        out_shape = known_shape(Typed(result))
         if out_shape is None:
             raise InputError("the result's shape is unknown")
         for d in [*shape, *out_shape, *(x for t in self.tensors.values() for x in t.shape)]:
@@ -152,15 +153,6 @@ class _Gate:
         per_channel[channel] = 1
         self.channel_strides = self._spread(per_channel)
         self.epsilon = float(attrs.epsilon)
-
-    def _tensor(self, role: str) -> Tensor:
-        ty = self.composite.ty(role)
-        shape = known_shape(_typed(ty))
-        if shape is None:
-            raise InputError(f"the shape of {role} is unknown")
-        if str(ty.dtype) not in FLOATS[:3]:
-            raise InputError(f"{role} is {ty.dtype}, expected a float")
-        return Tensor(role, tuple(shape), str(ty.dtype))
 
     def _spread(self, strides: Sequence[Any]) -> tuple[Any, ...]:
         out: list[Any] = []
@@ -237,17 +229,6 @@ class _Gate:
             return a - b if op == "subtract" else a / b
 
         return run
-
-
-class _Typed:
-    """A type where an expression is expected (`known_shape` reads `.ty` only)."""
-
-    def __init__(self, ty: Any) -> None:
-        self.ty = ty
-
-
-def _typed(ty: Any) -> Any:
-    return _Typed(ty)
 
 
 def gated_program(composite: Composite, target: tvm.target.Target) -> tuple[Any, list[str]]:

@@ -15,6 +15,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..report import Refusal
+from .flat_kernel import known_shape, too_large
 from .norm_cpu import emit_cpu, plan_cpu
 from .norm_cuda import emit_cuda, plan_cuda
 from .norm_math import functions_for
@@ -29,7 +30,16 @@ from .norm_ops import (
 )
 from .norm_program import RowProgram, Tensor, freshen, row_major
 
-__all__ = ["FLOATS", "NORMS", "REDUCTIONS", "build", "known_shape", "lower_call", "norm_spec"]
+__all__ = [
+    "FLOATS",
+    "NORMS",
+    "REDUCTIONS",
+    "build",
+    "known_shape",
+    "lower_call",
+    "norm_spec",
+    "too_large",
+]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 NORMS = (
@@ -41,24 +51,6 @@ NORMS = (
     "relax.nn.log_softmax",
 )
 REDUCTIONS = {f"relax.{k}": k for k in ("sum", "mean", "max", "min", "prod", "variance", "std")}
-# Element offsets are 32-bit where every extent is static.
-MOST_ELEMENTS = 2**31 - 1
-
-
-def known_shape(expr: relax.Expr) -> list[Any] | None:
-    """Return the shape of a tensor-typed expression as ints and expressions, or None."""
-    ty = getattr(expr, "ty", None)
-    shape = getattr(ty, "shape", None)
-    if shape is None:
-        return None
-    if isinstance(shape, relax.ShapeExpr):
-        values = shape.values
-    else:
-        shape_ty = getattr(shape, "ty", None)
-        values = getattr(shape_ty, "values", None)
-    if values is None:
-        return None
-    return [int(v.value) if isinstance(v, tirx.IntImm) else v for v in values]
 
 
 def dtype_of(expr: relax.Expr) -> str:
@@ -80,17 +72,6 @@ def _axes(values: Any, rank: int) -> list[int]:
     if isinstance(values, int):
         values = [values]
     return [int(a) + rank if int(a) < 0 else int(a) for a in values]
-
-
-def too_large(shapes: Sequence[Sequence[Any]]) -> bool:
-    """Whether a static shape needs offsets beyond 32 bits, or has nothing to compute."""
-    for shape in shapes:
-        size = 1
-        for d in shape:
-            size *= d if isinstance(d, int) else 1
-        if size > MOST_ELEMENTS or size == 0:
-            return True
-    return False
 
 
 def norm_spec(call: relax.Call) -> tuple[NormSpec, list[relax.Expr]] | Refusal:

@@ -15,10 +15,10 @@ from typing import Any
 
 import tvm
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..targets import num_threads, vector_lanes
+from .flat_kernel import flat_kernel
 from .norm_program import RowProgram, extent_product, identity_of, merge_of, unravel
 
 __all__ = ["TASKS_PER_THREAD", "CpuPlan", "emit_cpu", "plan_cpu", "split_loop"]
@@ -89,29 +89,14 @@ def split_loop(extent: Any, chunks: int) -> Iterator[Any]:
 
 def emit_cpu(prog: RowProgram, plan: CpuPlan) -> tirx.PrimFunc:
     """Return the scheduled PrimFunc of `prog`."""
-    with IRBuilder() as builder:
-        with T.prim_func(is_private=True, s_tir=True):
-            T.func_name(prog.name)
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            handles = [T.arg(f"p_{t.name}", T.handle()) for t in prog.tensors]
-            buffers = [
-                T.match_buffer(h, t.shape, t.dtype)
-                for h, t in zip(handles, prog.tensors, strict=True)
-            ]
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                flat = []
-                for t, b in zip(prog.tensors, buffers, strict=True):
-                    size: Any = 1
-                    for d in t.shape:
-                        size = size * d
-                    flat.append(T.decl_buffer((size,), t.dtype, data=b.data))
-                if prog.axes[-1].reduced:
-                    _emit_rows(prog, plan, flat)
-                else:
-                    _emit_columns(prog, plan, flat)
-    return builder.get()
+
+    def body(flat: list[Any]) -> None:
+        if prog.axes[-1].reduced:
+            _emit_rows(prog, plan, flat)
+        else:
+            _emit_columns(prog, plan, flat)
+
+    return flat_kernel(prog.name, prog.tensors, body)
 
 
 @dataclass

@@ -22,9 +22,9 @@ from typing import Any
 
 import tvm
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .flat_kernel import flat_kernel
 from .limits import KernelLimits
 from .norm_program import Load, RowProgram, Stage, identity_of, merge_of
 
@@ -395,29 +395,14 @@ def shuffle_add(combine: tuple[str, ...], acc: list[Any], width: int) -> None:
 
 def emit_cuda(prog: RowProgram, plan: CudaPlan) -> tirx.PrimFunc:
     """Return the scheduled PrimFunc of `prog` laid out by `plan`."""
-    with IRBuilder() as builder:
-        with T.prim_func(is_private=True, s_tir=True):
-            T.func_name(prog.name)
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            handles = [T.arg(f"p_{t.name}", T.handle()) for t in prog.tensors]
-            buffers = [
-                T.match_buffer(h, t.shape, t.dtype)
-                for h, t in zip(handles, prog.tensors, strict=True)
-            ]
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                flat = []
-                for t, b in zip(prog.tensors, buffers, strict=True):
-                    size: Any = 1
-                    for d in t.shape:
-                        size = size * d
-                    flat.append(T.decl_buffer((size,), t.dtype, data=b.data))
-                if plan.split > 1:
-                    _emit_split(prog, plan, flat)
-                else:
-                    _emit_single(prog, plan, flat)
-    return builder.get()
+
+    def body(flat: list[Any]) -> None:
+        if plan.split > 1:
+            _emit_split(prog, plan, flat)
+        else:
+            _emit_single(prog, plan, flat)
+
+    return flat_kernel(prog.name, prog.tensors, body)
 
 
 def _blocks(rows: Any, per_block: int) -> Any:

@@ -13,15 +13,14 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..errors import InputError
 from ..lower import Accept, Composite, register_implementation
 from ..report import Refusal
 from ..targets import num_threads, vector_lanes
+from .flat_kernel import check_sizes, flat_kernel, tensor_of
 from .group_norm import result_type
-from .norm import FLOATS, known_shape, too_large
 from .norm_cpu import PARALLEL_ELEMENTS, TASKS_PER_THREAD, split_loop
 from .norm_math import functions_for
 from .norm_program import Tensor, unravel
@@ -32,31 +31,13 @@ __all__ = ["TokenMix", "emit_token_mix"]
 THREADS = 128
 
 
-class _Typed:
-    def __init__(self, ty: Any) -> None:
-        self.ty = ty
-
-
-def _tensor(name: str, ty: Any) -> Tensor:
-    shape = known_shape(_Typed(ty))
-    if shape is None:
-        raise InputError(f"the shape of {name} is unknown")
-    if str(ty.dtype) not in FLOATS[:3]:
-        raise InputError(f"{name} is {ty.dtype}, expected float16, bfloat16 or float32")
-    return Tensor(name, tuple(shape), str(ty.dtype))
-
-
 def _tensors(composite: Composite) -> list[Tensor]:
     """Return the kernel's parameters: the roles, then the outputs."""
-    inputs = [_tensor(r, composite.ty(r)) for r in composite.roles]
+    inputs = [tensor_of(r, composite.ty(r)) for r in composite.roles]
     result = composite.result_ty
     fields = list(result.fields) if len(composite.outputs) > 1 else [result]
-    outputs = [_tensor(n, f) for n, f in zip(composite.outputs, fields, strict=True)]
-    bound = {d for t in inputs for d in t.shape if isinstance(d, tirx.Var)}
-    if any(not isinstance(d, int) and d not in bound for t in (*inputs, *outputs) for d in t.shape):
-        raise InputError("a size is an expression")
-    if too_large([t.shape for t in (*inputs, *outputs)]):
-        raise InputError("a tensor is empty or beyond 2**31 elements")
+    outputs = [tensor_of(n, f) for n, f in zip(composite.outputs, fields, strict=True)]
+    check_sizes(inputs, outputs)
     return [*inputs, *outputs]
 
 
@@ -115,25 +96,7 @@ def emit_token_mix(
         else:
             _on_cpu(rows, channels, elements, target)
 
-    with IRBuilder() as builder:
-        with T.prim_func(is_private=True, s_tir=True):
-            T.func_name("token_mix")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            handles = [T.arg(f"p_{t.name}", T.handle()) for t in tensors]
-            buffers = [
-                T.match_buffer(h, t.shape, t.dtype) for h, t in zip(handles, tensors, strict=True)
-            ]
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                flat = []
-                for t, b in zip(tensors, buffers, strict=True):
-                    size: Any = 1
-                    for d in t.shape:
-                        size = size * d
-                    flat.append(T.decl_buffer((size,), t.dtype, data=b.data))
-                body(flat)
-    return builder.get()
+    return flat_kernel("token_mix", tensors, body)
 
 
 def _lanes(width: int) -> Any:

@@ -14,8 +14,9 @@ from tvm import relax, tirx
 from ..errors import InputError
 from ..lower import Accept, Composite, register_implementation
 from ..report import Refusal
+from .flat_kernel import Typed, check_sizes, tensor_of
 from .group_norm import result_type
-from .norm import FLOATS, known_shape, too_large
+from .norm import known_shape
 from .norm_program import Tensor
 from .wkv_cpu import emit_wkv4_cpu, emit_wkv_cpu
 from .wkv_cuda import emit_wkv4_cuda, emit_wkv_cuda
@@ -26,20 +27,6 @@ __all__ = ["LARGEST_HEAD", "WkvTokens", "wkv_spec"]
 # Beyond this a thread's share of the state no longer fits its registers.
 LARGEST_HEAD = 512
 _STATES = {"softmax": ("num", "den", "peak")}
-
-
-def _tensor(name: str, ty: Any) -> Tensor:
-    shape = known_shape(_Typed(ty))
-    if shape is None:
-        raise InputError(f"the shape of {name} is unknown")
-    if str(ty.dtype) not in FLOATS[:3]:
-        raise InputError(f"{name} is {ty.dtype}, expected float16, bfloat16 or float32")
-    return Tensor(name, tuple(shape), str(ty.dtype))
-
-
-class _Typed:
-    def __init__(self, ty: Any) -> None:
-        self.ty = ty
 
 
 def _product(dims: Sequence[Any]) -> Any:
@@ -63,26 +50,21 @@ def wkv_spec(composite: Composite) -> WkvSpec:
     matrix = form != "softmax"
     if matrix and not 2 <= size <= LARGEST_HEAD:
         raise InputError(f"heads of {size} channels, expected 2 to {LARGEST_HEAD}")
-    tensors = [_tensor(r, composite.ty(r)) for r in composite.roles]
+    tensors = [tensor_of(r, composite.ty(r)) for r in composite.roles]
     fields = dict(zip(composite.outputs, list(composite.result_ty.fields), strict=True))
-    states = [_tensor(f"new_{s}", fields[s]) for s in _STATES.get(form, ("state",))]
+    states = [tensor_of(f"new_{s}", fields[s]) for s in _STATES.get(form, ("state",))]
     batch = _product(states[0].shape[: int(attrs["batch_axes"])])
     out_at = attrs["out_at"]
     if out_at is None:
-        one = _tensor("out", fields["out0"])
+        one = tensor_of("out", fields["out0"])
         out = Tensor("out", (tokens, *one.shape), one.dtype)
         token = heads * size
         out_at = {"b": token, "t": batch * token, "h": size, "n": 1}
     else:
-        out = _tensor("out", fields["out"])
-    bound = {d for t in tensors for d in t.shape if isinstance(d, tirx.Var)}
-    tensors += [out, *states]
-    if too_large([t.shape for t in tensors]):
-        raise InputError("a tensor is empty or beyond 2**31 elements")
-    if any(not isinstance(d, int) and d not in bound for t in tensors for d in t.shape):
-        raise InputError("a size is an expression")
+        out = tensor_of("out", fields["out"])
+    check_sizes(tensors, [out, *states])
     return WkvSpec(
-        tuple(tensors),
+        (*tensors, out, *states),
         attrs["operands"],
         out_at,
         batch,
@@ -136,7 +118,7 @@ class WkvTokens:
         separate = composite.attrs["out_at"] is None
         out_ty = types["out0" if separate else "out"]
         if separate:
-            shape = [spec.tokens, *(known_shape(_Typed(out_ty)) or [])]
+            shape = [spec.tokens, *(known_shape(Typed(out_ty)) or [])]
             out_ty = relax.TensorType(shape, str(out_ty.dtype))
         call = relax.call_tir(gvar, operands, [out_ty, *(types[s] for s in states)])
         if composite.outputs == ["out", *states]:

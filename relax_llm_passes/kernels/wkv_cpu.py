@@ -16,10 +16,10 @@ from typing import Any
 
 import tvm
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..targets import num_threads, vector_lanes
+from .flat_kernel import flat_kernel
 from .norm_cpu import TASKS_PER_THREAD, split_loop
 from .norm_math import CPU
 from .wkv4 import wkv4_step
@@ -30,32 +30,6 @@ __all__ = ["emit_wkv4_cpu", "emit_wkv_cpu"]
 # Vectors (key-major) or rows (value-major) whose sums are kept in registers together: with the
 # values and the state that is 12 of the 16 registers that the narrowest targets have.
 BLOCK = 4
-
-
-def _views(tensors: Any, buffers: Any) -> list[Any]:
-    out = []
-    for t, b in zip(tensors, buffers, strict=True):
-        size: Any = 1
-        for d in t.shape:
-            size = size * d
-        out.append(T.decl_buffer((size,), t.dtype, data=b.data))
-    return out
-
-
-def _kernel(name: str, tensors: Any, body: Callable[[list[Any]], None]) -> tirx.PrimFunc:
-    with IRBuilder() as builder:
-        with T.prim_func(is_private=True, s_tir=True):
-            T.func_name(name)
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            handles = [T.arg(f"p_{t.name}", T.handle()) for t in tensors]
-            buffers = [
-                T.match_buffer(h, t.shape, t.dtype) for h, t in zip(handles, tensors, strict=True)
-            ]
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                body(_views(tensors, buffers))
-    return builder.get()
 
 
 def _lanes(width: int) -> Any:
@@ -111,7 +85,7 @@ def emit_wkv_cpu(spec: WkvSpec, target: tvm.target.Target) -> tirx.PrimFunc:
                     one.token(t, one.state)
                 one.keep_state()
 
-    return _kernel(name, spec.tensors, body)
+    return flat_kernel(name, spec.tensors, body)
 
 
 class _Head:
@@ -319,4 +293,4 @@ def emit_wkv4_cpu(spec: WkvSpec, target: tvm.target.Target) -> tirx.PrimFunc:
                 b, c = tirx.floordiv(i, rest), tirx.floormod(i, rest)
                 wkv4_step(spec, flat, b, tiles * lanes + c, 1, CPU)
 
-    return _kernel("wkv4", spec.tensors, body)
+    return flat_kernel("wkv4", spec.tensors, body)

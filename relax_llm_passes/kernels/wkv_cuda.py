@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .flat_kernel import flat_kernel
 from .limits import KernelLimits
 from .norm_cuda import FILL_BLOCKS
 from .norm_math import CUDA
@@ -65,16 +65,6 @@ def plan_wkv(spec: WkvSpec) -> WkvPlan:
     return WkvPlan(lanes, warps, 1 if single else STAGED_TOKENS)
 
 
-def _flat(tensors: Any, buffers: Any) -> list[Any]:
-    out = []
-    for t, b in zip(tensors, buffers, strict=True):
-        size: Any = 1
-        for d in t.shape:
-            size = size * d
-        out.append(T.decl_buffer((size,), t.dtype, data=b.data))
-    return out
-
-
 def _local(value: Any) -> Any:
     buf = T.alloc_buffer((1,), "float32", scope="local")
     T.buffer_store(buf, value, [0])
@@ -87,25 +77,15 @@ def emit_wkv_cuda(spec: WkvSpec, plan: WkvPlan | None = None) -> tirx.PrimFunc:
     n, lanes = spec.size, plan.key_lanes
     held = -(-n // lanes)
     groups = -(-n // plan.columns)
-    with IRBuilder() as builder:
-        with T.prim_func(is_private=True, s_tir=True):
-            T.func_name("wkv7" if spec.delta else "wkv")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            handles = [T.arg(f"p_{t.name}", T.handle()) for t in spec.tensors]
-            buffers = [
-                T.match_buffer(h, t.shape, t.dtype)
-                for h, t in zip(handles, spec.tensors, strict=True)
-            ]
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                flat = _flat(spec.tensors, buffers)
-                with (
-                    T.launch_thread("blockIdx.x", spec.batch * spec.heads * groups) as bx,
-                    T.launch_thread("threadIdx.x", plan.threads) as tx,
-                ):
-                    _body(spec, plan, flat, bx, tx, held, groups)
-    return builder.get()
+
+    def body(flat: list[Any]) -> None:
+        with (
+            T.launch_thread("blockIdx.x", spec.batch * spec.heads * groups) as bx,
+            T.launch_thread("threadIdx.x", plan.threads) as tx,
+        ):
+            _body(spec, plan, flat, bx, tx, held, groups)
+
+    return flat_kernel("wkv7" if spec.delta else "wkv", spec.tensors, body)
 
 
 def _body(
@@ -251,38 +231,27 @@ def _meet(acc: Any, lanes: int, first_step: int) -> None:
 def emit_wkv4_cuda(spec: WkvSpec) -> tirx.PrimFunc:
     """Return RWKV-4's recurrence: a thread owns a channel, its three state values in registers."""
     threads = 32 if isinstance(spec.size, int) and spec.size <= 4096 else 128
-    with IRBuilder() as builder:
-        with T.prim_func(is_private=True, s_tir=True):
-            T.func_name("wkv4")
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            handles = [T.arg(f"p_{t.name}", T.handle()) for t in spec.tensors]
-            buffers = [
-                T.match_buffer(h, t.shape, t.dtype)
-                for h, t in zip(handles, spec.tensors, strict=True)
-            ]
-            with T.sblock("root"):
-                T.reads()
-                T.writes()
-                flat = _flat(spec.tensors, buffers)
-                total = spec.batch * spec.size
-                blocks = tirx.floordiv(total + (threads - 1), threads)
-                if isinstance(total, int):
-                    blocks = -(-total // threads)
-                with (
-                    T.launch_thread("blockIdx.x", blocks) as bx,
-                    T.launch_thread("threadIdx.x", threads) as tx,
-                ):
-                    at = bx * threads + tx
-                    exact = isinstance(total, int) and total % threads == 0
+    total = spec.batch * spec.size
+    exact = isinstance(total, int) and total % threads == 0
+    blocks = tirx.floordiv(total + (threads - 1), threads)
+    if isinstance(total, int):
+        blocks = -(-total // threads)
 
-                    def run() -> None:
-                        b = tirx.floordiv(at, spec.size)
-                        c = tirx.floormod(at, spec.size)
-                        wkv4_step(spec, flat, b, c, 1, CUDA)
+    def body(flat: list[Any]) -> None:
+        with (
+            T.launch_thread("blockIdx.x", blocks) as bx,
+            T.launch_thread("threadIdx.x", threads) as tx,
+        ):
+            at = bx * threads + tx
 
-                    if exact:
-                        run()
-                    else:
-                        with T.If(at < total), T.Then():
-                            run()
-    return builder.get()
+            def run() -> None:
+                b, c = tirx.floordiv(at, spec.size), tirx.floormod(at, spec.size)
+                wkv4_step(spec, flat, b, c, 1, CUDA)
+
+            if exact:
+                run()
+            else:
+                with T.If(at < total), T.Then():
+                    run()
+
+    return flat_kernel("wkv4", spec.tensors, body)
