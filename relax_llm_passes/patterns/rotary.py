@@ -320,7 +320,13 @@ def _is_view_of_rotary(view: FunctionView, var: Any) -> bool:
     while True:
         call = view.call(source, *LAYOUT)
         if call is None:
-            return isinstance(match_rotary(view, source), RotaryMatch)
+            inner = match_rotary(view, source)
+            if not isinstance(inner, RotaryMatch):
+                return False
+            # Pairs on an axis of their own turn by themselves; what joins them is the rotary.
+            own = match_rotary(view, var)
+            wider = isinstance(own, RotaryMatch) and own.rotary.head_dim > inner.rotary.head_dim
+            return not wider
         source = view.resolve(call.args[0])
 
 

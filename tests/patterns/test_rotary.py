@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op as R
 
 from relax_llm_passes.dataflow import FunctionView
@@ -70,3 +70,58 @@ def test_other_pairings_are_refused_with_a_reason(partner: list[int], signs: lis
     (refusal,) = _pairs(partner, signs)
     assert not refusal
     assert refusal.kind == "rotary" and refusal.binding and "no rotary" in refusal.reason
+
+
+def _turned(tables, spelling: str = "stack"):
+    """Rotate x (1, 4, n, 8) by tables made of the position's angles (n, 4)."""
+    n = tirx.Var("n", "int64")
+    x = relax.Var("x", relax.TensorType((1, 4, n, 8), "float32"))
+    bb = relax.BlockBuilder()
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            emit = bb.emit
+            cos, sin = tables(emit, n)
+            if spelling == "stack":  # even and odd elements, put together again
+                a, b = (emit(R.strided_slice(x, [3], [i], [8], [2])) for i in (0, 1))
+            else:  # pairs on an axis of their own: what complex numbers become as two reals
+                pairs = emit(R.reshape(x, (1, 4, n, 4, 2)))
+                a, b = (emit(R.take(pairs, relax.const(i, "int64"), axis=4)) for i in (0, 1))
+            real = emit(R.subtract(emit(R.multiply(a, cos)), emit(R.multiply(b, sin))))
+            imaginary = emit(R.add(emit(R.multiply(a, sin)), emit(R.multiply(b, cos))))
+            both = emit(R.stack([real, imaginary], axis=4))
+            out = bb.emit_output(R.reshape(both, (1, 4, n, 8)))
+        bb.emit_func_output(out)
+    return find_rotary(FunctionView(bb.get(), "main"))
+
+
+def _plain(emit, n):
+    places = emit(R.astype(emit(R.expand_dims(emit(R.arange(0, n, 1, "int64")), 1)), "float32"))
+    steps = relax.const((10000.0 ** (-np.arange(4) / 4)).astype("float32"), "float32")
+    angles = emit(R.multiply(places, steps))
+    return emit(R.cos(angles)), emit(R.sin(angles))
+
+
+def _dynamic_ntk(emit, n):
+    """The base grows with the length: base * (4 n / 64 - 3) ^ (8 / 6), computed in the graph."""
+
+    def number(value: float):
+        return relax.const(np.float32(value), "float32")
+
+    length = emit(R.astype(emit(R.arange(n, n + 1, 1, "int64")), "float32"))
+    ratio = emit(R.subtract(emit(R.multiply(length, number(4 / 64))), number(3.0)))
+    ratio = emit(R.maximum(ratio, number(1.0)))
+    base = emit(R.multiply(emit(R.power(ratio, number(8 / 6))), number(10000.0)))
+    exponents = relax.const((-np.arange(4) / 4).astype("float32"), "float32")
+    steps = emit(R.power(base, exponents))
+    places = emit(R.astype(emit(R.expand_dims(emit(R.arange(0, n, 1, "int64")), 1)), "float32"))
+    angles = emit(R.multiply(places, steps))
+    scale = number(1.1)
+    return tuple(emit(R.multiply(emit(f(angles)), scale)) for f in (R.cos, R.sin))
+
+
+@pytest.mark.parametrize("spelling", ["stack", "pairs"])
+@pytest.mark.parametrize("tables", [_plain, _dynamic_ntk])
+def test_stacked_and_complex_forms_with_any_tables(tables, spelling: str) -> None:
+    (match,) = _turned(tables, spelling)
+    assert isinstance(match, RotaryMatch) and match.rotary == Rotary("interleaved", 8, 8)
+    assert match.source.name == "x" and len(match.tables) == 2
