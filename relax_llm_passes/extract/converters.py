@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .complex_numbers import complex_converters
+
 __all__ = ["fixed_converters"]
 
 Converter = Callable[[Any, Any], Any]
@@ -176,6 +178,7 @@ def fixed_converters(
         "select.int": _select,
         "slice.Tensor": _slice(bounds),
         "index_put.default": _index_put,
+        **complex_converters(),
         "mm.default": _matmul,
         "bmm.default": _matmul,
         "matmul.default": _matmul,
