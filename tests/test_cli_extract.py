@@ -40,21 +40,28 @@ def one_line(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return found.err
 
 
-def test_a_folder_with_a_config_gives_both_functions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("mode", "inputs", "caches"),
+    [
+        ("decode", ["main with 26 inputs"], 4),
+        pytest.param("generate", ["prefill with 22", "decode with 26"], 8, marks=pytest.mark.slow),
+    ],
+)
+def test_a_folder_with_a_config_gives_functions(
+    tmp_path: Path, capsys: Any, mode: str, inputs: list[str], caches: int
 ) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     out = tmp_path / "new" / "m.py"
-    assert main(["extract", str(tmp_path), "--mode", "generate", "-o", str(out)]) == 0
+    assert main(["extract", str(tmp_path), "--mode", mode, "-o", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "prefill with 22 inputs" in text and "decode with 26 inputs" in text
+    assert all(line in text for line in inputs)
     mod = read_module(out).mod
     relax.analysis.well_formed(mod)
     # Every layer reads the cache that is its own, once.
     with report.collect() as found:
         InplaceKVCache(max_length=32)(mod)
-    assert found.matched()["inplace_kv_cache"] == 8 and not found.refused()
+    assert found.matched()["inplace_kv_cache"] == caches and not found.refused()
 
 
 @pytest.mark.slow
