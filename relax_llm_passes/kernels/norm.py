@@ -17,7 +17,8 @@ from tvm import relax, tirx
 from ..report import Refusal
 from .flat_kernel import known_shape, too_large
 from .norm_cpu import emit_cpu, plan_cpu
-from .norm_cuda import emit_cuda, plan_cuda
+from .norm_cuda import emit_cuda
+from .norm_cuda_plan import plan_cuda
 from .norm_math import functions_for
 from .norm_ops import (
     Extra,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Call, TensorLoad
 from tvm.sym import Analyzer
 from tvm_ffi import structural_equal
@@ -25,26 +25,10 @@ from tvm_ffi import structural_equal
 from .linear_index import polynomial
 from .norm_math import Functions
 from .norm_program import Axis, Operand, RowProgram, Store, Tensor, build_domain
+from .reduction_nest import Nest, Unreadable, is_one, read_nests
 from .scalar_expr import rewrite, substitute
 
 __all__ = ["Unreadable", "read_program"]
-
-
-class Unreadable(Exception):
-    """The PrimFunc is no row program; says why."""
-
-
-@dataclass
-class _Block:
-    """One loop nest: `buffers[i][indices] = values[i]`, reduced when `combine` is set."""
-
-    iters: list[Any]  # tirx.Var, spatial first in the order of the block
-    extents: dict[Any, Any]
-    reduce: list[Any]
-    buffers: list[Any]
-    indices: list[Any]
-    values: list[Any]
-    combine: tuple[str, ...] = ()
 
 
 @dataclass
@@ -57,138 +41,15 @@ class _Row:
     order: list[Any] = field(default_factory=list)
 
 
-def _is_one(extent: Any) -> bool:
-    return isinstance(extent, tirx.IntImm) and int(extent.value) == 1
-
-
-def _parse(func: tirx.PrimFunc) -> list[_Block]:
-    body = func.body
-    if not isinstance(body, s_tir.SBlockRealize):
-        raise Unreadable("the body is no block")
-    root = body.block
-    if root.iter_vars or root.match_buffers or root.init is not None:
-        raise Unreadable("the root block has iteration variables")
-    inner = root.body
-    nests = list(inner) if isinstance(inner, tirx.SeqStmt) else [inner]
-    return [_parse_nest(n) for n in nests]
-
-
-def _parse_nest(stmt: Any) -> _Block:
-    loops: dict[Any, Any] = {}
-    while isinstance(stmt, tirx.For):
-        if stmt.kind != tirx.ForKind.SERIAL or stmt.thread_binding is not None:
-            raise Unreadable("a loop is scheduled already")
-        if not (isinstance(stmt.min, tirx.IntImm) and int(stmt.min.value) == 0):
-            raise Unreadable("a loop does not start at 0")
-        loops[stmt.loop_var] = stmt.extent
-        stmt = stmt.body
-    if not isinstance(stmt, s_tir.SBlockRealize):
-        raise Unreadable("a loop nest without a single block")
-    if not (isinstance(stmt.predicate, tirx.IntImm) and int(stmt.predicate.value) == 1):
-        raise Unreadable("a block has a predicate")
-    block = stmt.block
-    if block.alloc_buffers or block.match_buffers:
-        raise Unreadable("a nested block")
-    iters, reduce, extents = [], [], {}
-    for iv, value in zip(block.iter_vars, stmt.iter_values, strict=True):
-        whole = (
-            isinstance(value, tirx.Var)
-            and value in loops
-            and structural_equal(loops[value], iv.dom.extent)
-        ) or (_is_one(iv.dom.extent) and isinstance(value, tirx.IntImm))
-        if not whole:
-            raise Unreadable("a block's axis is no whole loop")
-        extents[iv.var] = iv.dom.extent
-        kind = int(iv.iter_type)
-        if kind == int(tirx.IterVar.CommReduce):
-            reduce.append(iv.var)
-        elif kind == int(tirx.IterVar.DataPar):
-            iters.append(iv.var)
-        else:
-            raise Unreadable("an axis is neither spatial nor reduced")
-    stores: list[Any] = []
-    lets: dict[Any, Any] = {}
-    stmts = list(block.body) if isinstance(block.body, tirx.SeqStmt) else [block.body]
-    for s in stmts:
-        if isinstance(s, tirx.Bind):
-            lets[s.var] = substitute(s.value, lets) if lets else s.value
-        elif isinstance(s, tirx.BufferStore):
-            stores.append(s)
-        else:
-            raise Unreadable(f"a {type(s).__name__} in a block")
-    values = [substitute(s.value, lets) if lets else s.value for s in stores]
-    found = _Block(
-        iters,
-        extents,
-        reduce,
-        [s.buffer for s in stores],
-        [list(s.indices) for s in stores],
-        values,
-    )
-    if block.init is None:
-        if reduce or len(stores) != 1:
-            raise Unreadable("a reduction without an initial value")
-        return found
-    if not reduce:
-        raise Unreadable("an initial value without a reduced axis")
-    init = list(block.init) if isinstance(block.init, tirx.SeqStmt) else [block.init]
-    if len(init) != len(stores):
-        raise Unreadable("as many initial values as results are expected")
-    combine = []
-    for k, (store, start) in enumerate(zip(stores, init, strict=True)):
-        if not isinstance(start, tirx.BufferStore) or not start.buffer.same_as(store.buffer):
-            raise Unreadable("initial values in another order than results")
-        op, value = _combiner(store, values[k])
-        if not _neutral(op, start.value):
-            raise Unreadable(f"a {op} that does not start at its neutral element")
-        combine.append(op)
-        values[k] = value
-    found.combine = tuple(combine)
-    return found
-
-
-def _combiner(store: Any, value: Any) -> tuple[str, Any]:
-    """Split `buf[i] (+|*|max|min) x` into the operation and x."""
-    ops = {tirx.Add: "sum", tirx.Mul: "prod", tirx.Max: "max", tirx.Min: "min"}
-    op = ops.get(type(value))
-    if op is None:
-        raise Unreadable("a reduction other than sum, product, maximum and minimum")
-    for own, other in ((value.a, value.b), (value.b, value.a)):
-        if (
-            isinstance(own, TensorLoad)
-            and own.source.same_as(store.buffer)
-            and all(structural_equal(a, b) for a, b in zip(own.indices, store.indices, strict=True))
-        ):
-            return op, other
-    raise Unreadable("a reduction that does not continue its own result")
-
-
-def _neutral(op: str, value: Any) -> bool:
-    if isinstance(value, Call) and op in ("max", "min"):
-        name = getattr(value.op, "name", "")
-        return name.endswith(("min_value", "infinity"))
-    if not isinstance(value, (tirx.FloatImm, tirx.IntImm)):
-        if isinstance(value, tirx.Cast):
-            return _neutral(op, value.value)
-        return False
-    x = float(value.value)
-    if op == "sum":
-        return x == 0
-    if op == "prod":
-        return x == 1
-    # The lowest value of the dtype, or an infinity.
-    return x <= -65504 if op == "max" else x >= 65504
-
-
 class _Reader:
     def __init__(self, func: tirx.PrimFunc, functions: Functions) -> None:
         self.func = func
         self.functions = functions
         self.params = list(func.params)
-        self.blocks = _parse(func)
-        self.inline: dict[Any, _Block] = {}
-        self.reduced: dict[Any, tuple[_Block, int]] = {}
-        self.outputs: list[_Block] = []
+        self.blocks = read_nests(func)
+        self.inline: dict[Any, Nest] = {}
+        self.reduced: dict[Any, tuple[Nest, int]] = {}
+        self.outputs: list[Nest] = []
         for p in self.params:
             if not isinstance(p.ty, tirx.BufferType):
                 raise Unreadable("a parameter is no buffer")
@@ -217,19 +78,19 @@ class _Reader:
             self.analyzer.bind(v, tvm.ir.Range(tirx.IntImm(str(e.ty.dtype), 0), e))
         self.scalar_vars: dict[Any, Any] = {}
 
-    def _domain(self, first: _Block) -> _Row:
-        outer = [v for v in first.iters if not _is_one(first.extents[v])]
-        reduced = [v for v in first.reduce if not _is_one(first.extents[v])]
+    def _domain(self, first: Nest) -> _Row:
+        outer = [v for v in first.iters if not is_one(first.extents[v])]
+        reduced = [v for v in first.reduce if not is_one(first.extents[v])]
         reduced = reduced or first.reduce[-1:]
         extents = {v: first.extents[v] for v in outer + reduced}
         return _Row(outer, reduced, extents)
 
     # Expanding
 
-    def to_row(self, block: _Block) -> dict[Any, Any]:
+    def to_row(self, block: Nest) -> dict[Any, Any]:
         """Map a reduction block's axes to the row's."""
-        got = [v for v in block.iters if not _is_one(block.extents[v])]
-        red = [v for v in block.reduce if not _is_one(block.extents[v])]
+        got = [v for v in block.iters if not is_one(block.extents[v])]
+        red = [v for v in block.reduce if not is_one(block.extents[v])]
         red = red or block.reduce[-1:]
         out = {v: tirx.IntImm(v.ty.dtype, 0) for v in block.iters + block.reduce}
         for mine, theirs in ((got, self.row.outer), (red, self.row.reduced)):
@@ -279,7 +140,7 @@ class _Reader:
                         raise Unreadable("an element-wise block writes out of order")
                 for v in block.iters:
                     if v not in values:
-                        if not _is_one(block.extents[v]):
+                        if not is_one(block.extents[v]):
                             raise Unreadable("an element-wise block repeats its writes")
                         values[v] = tirx.IntImm(v.ty.dtype, 0)
                 return rewrite(substitute(block.values[0], values), step)
@@ -294,9 +155,9 @@ class _Reader:
 
     # Outputs
 
-    def output_map(self, block: _Block) -> tuple[dict[Any, Any], bool]:
+    def output_map(self, block: Nest) -> tuple[dict[Any, Any], bool]:
         """Map an output block's axes to the row's; says whether it is one value per row."""
-        axes = [v for v in block.iters if not _is_one(block.extents[v])]
+        axes = [v for v in block.iters if not is_one(block.extents[v])]
         zero = {v: tirx.IntImm(v.ty.dtype, 0) for v in block.iters}
         order = self.row.order
         extents = [self.row.extents[v] for v in order]

@@ -57,7 +57,7 @@ class Lowerer:
         self.slots: dict[Any, tuple[bool, int]] = {}
 
     def unreadable(self, reason: str) -> Exception:
-        from .reduction import Unreadable
+        from .reduction_nest import Unreadable
 
         return Unreadable(reason)
 

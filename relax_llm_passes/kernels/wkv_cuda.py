@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .flat_kernel import flat_kernel
 from .limits import KernelLimits
-from .norm_cuda import FILL_BLOCKS
+from .norm_cuda_plan import FILL_BLOCKS
 from .norm_math import CUDA
 from .wkv4 import wkv4_step
 from .wkv_spec import WkvSpec, reading

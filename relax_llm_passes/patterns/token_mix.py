@@ -26,6 +26,7 @@ from typing import Any
 from ..dataflow import FunctionView, is_var
 from ..outline import Region
 from ..report import Refusal
+from .absorb import absorb
 from .affine import (
     FILLED,
     FLOATS,
@@ -34,11 +35,10 @@ from .affine import (
     Index,
     Tree,
     Unreadable,
-    absorb,
     can_follow,
     to_plain,
 )
-from .collectors import written_slice
+from .collectors import live_users, written_slice
 from .shapes import same_dims, static
 from .unrolled import RoleNames
 from .wkv_steps import origin
@@ -67,6 +67,7 @@ class _Shift:
     axis: int
     first: Any
     rest: Any
+    through: Any = None  # the padded copy that is looked behind
 
 
 def _arguments(view: FunctionView, expr: Any, op: str) -> list[Any] | None:
@@ -120,7 +121,7 @@ def _shift(view: FunctionView, var: Any) -> _Shift | None:
     wanted[2 * write.axis : 2 * write.axis + 2] = [1, -1]
     if width != wanted:
         return None
-    return _Shift(write.axis, write.value, view.resolve(padded.args[0]))
+    return _Shift(write.axis, write.value, view.resolve(padded.args[0]), write.before)
 
 
 class _Reader(AffineReader):
@@ -133,6 +134,8 @@ class _Reader(AffineReader):
             return super().read(expr, index)
         index = self._fit(index, self.view.shape(found) or ())
         symbols = [k for k, v in index[shift.axis].items() if v]
+        if shift.through is not None and shift.through not in self.inside:
+            raise Unreadable(f"{shift.through.name} is read elsewhere too")
         if len(symbols) != 1 or index[shift.axis][symbols[0]] != 1 or not symbols[0]:
             raise Unreadable("a token shift is not walked token by token")
         first, rest = list(index), list(index)
@@ -167,6 +170,10 @@ def _region(view: FunctionView, blends: list[_Blend]) -> Region:
     if shape is None or static(shape[-1]) is None:
         raise Unreadable("the number of channels is not known")
     core = {view.resolve(v): None for b in blends for v in b.core}
+    shift = _shift(view, blends[0].s) if is_var(blends[0].s) else None
+    if shift is not None and shift.through is not None:
+        # Importers read the row that is written over, and make nothing of it.
+        core |= {u.var: None for u in live_users(view, shift.through)[1]}
     outputs = [b.var for b in blends]
 
     def leaks(var: Any, inside: dict[Any, None]) -> bool:

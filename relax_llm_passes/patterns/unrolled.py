@@ -15,6 +15,7 @@ from typing import Any
 from ..dataflow import FunctionView
 from ..outline import Region
 from ..report import Refusal
+from .absorb import absorb
 from .affine import (
     FILLED,
     FLOATS,
@@ -25,7 +26,6 @@ from .affine import (
     Number,
     Tree,
     Unreadable,
-    absorb,
     can_follow,
     to_plain,
 )

@@ -96,7 +96,7 @@ def test_large_groups_are_split_over_blocks():
 
 def test_vae_norm_fills_the_machine():
     from relax_llm_passes.kernels.norm import program_of
-    from relax_llm_passes.kernels.norm_cuda import plan_cuda
+    from relax_llm_passes.kernels.norm_cuda_plan import plan_cuda
 
     mod, _, _ = group_norm_case((1, 512, 64, 64), (1, 512, 1, 1), 32, 1, [2, 3])
     call = mod["main"].body.blocks[0].bindings[0].value

@@ -51,6 +51,7 @@ def padded(bb, x, state):
     """A padded x with the state written into its first row, over (B, T, C)."""
     shape = [int(d) for d in x.ty.shape.values]
     s = bb.emit(op.nn.pad(x, [0, 0, 1, -1, 0, 0]))
+    bb.emit(op.take(s, relax.const(0, "int64"), axis=1))  # the importer reads what it writes over
     counter = bb.emit(op.reshape(bb.emit(op.arange(0, shape[1], 1, "int64")), (1, shape[1], 1)))
     first = bb.emit(op.equal(counter, relax.const(0, "int64")))
     wide = bb.emit(op.broadcast_to(bb.emit(op.expand_dims(state, 1)), shape))
@@ -184,6 +185,41 @@ def test_blends_that_depend_on_a_blend_are_a_second_kernel():
     wanted = [a["x"] + d * (a[f"m{i}"] + lora[:, i]) for i in range(2)]
     for got, want in zip(run_cpu(lowered, list(arrays.values())), wanted, strict=True):
         assert relative_error(got, want) < 1e-6  # a product of 37 terms is in it
+
+
+def test_a_padded_copy_that_is_returned_is_loaded_or_refused():
+    """The kernel must not look behind a tensor that its composite only receives."""
+
+    def body(bb, x, state, m0, m1, m2):
+        copy = bb.emit(op.nn.pad(x, [0, 0, 1, -1, 0, 0]))
+        shape = [int(d) for d in x.ty.shape.values]
+        counter = bb.emit(op.reshape(bb.emit(op.arange(0, T, 1, "int64")), (1, T, 1)))
+        first = bb.emit(op.equal(counter, relax.const(0, "int64")))
+        wide = bb.emit(op.broadcast_to(bb.emit(op.expand_dims(state, 1)), shape))
+        s = bb.emit(op.where(first, wide, copy))
+        return [weighted(bb, x, s, m0), weighted(bb, x, s, m1), copy]
+
+    given = given_for((B, T, C), (B, C))
+    mod = module(given, body)
+    fused, lowered = fuse(mod, CPU)
+    for composite in composites(fused).values():
+        assert not any("shift" in str(tree) for tree in composite.attrs["outputs"])
+    arrays = draw(given)
+    found = run_cpu(lowered, list(arrays.values()))
+    for got, want in zip(found[:2], reference(arrays, 1), strict=False):
+        assert relative_error(got, want) < BOUND["float32"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_what_its_composite_says(name):
+    """The composite's own body on random inputs, not only the whole program."""
+    from relax_llm_passes.lower import implementations
+    from relax_llm_passes.verify import check_kernel
+
+    mod = case(name)[0]
+    fused, _ = fuse(mod, CPU)
+    (composite,) = composites(fused).values()
+    assert check_kernel(composite, implementations("token_mix", CPU)[0], CPU) is None
 
 
 def test_one_blend_is_left_alone():

@@ -131,8 +131,10 @@ def test_on_cuda():
 
 def test_roles_follow_the_operands():
     spec = find_wkv_primfunc(kernel())
-    assert spec.order == ("state", "r", "v", "k", "w", "u", "out", "new_state")
-    assert spec.value_major and not spec.decay_per_token and spec.size == N
+    names = ["state", "r", "v", "k", "w", "u", "out", "new_state"]
+    assert [t.name for t in spec.tensors] == names
+    assert spec.value_major and spec.size == N
+    assert spec.staged() == ["r", "k"] and spec.fixed() == ["w", "u"]
 
 
 def test_state_updated_before_it_is_read_is_refused():
