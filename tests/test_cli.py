@@ -237,6 +237,14 @@ def test_check_file_and_usage(library, tmp_path, capsys):
     assert "no graph corpus" in one_line(capsys, "check", "--corpus", str(tmp_path / "none"))
 
 
+def test_check_writes_nothing_but_json_to_stdout(library, capsys):
+    command = ["check", str(library / "m.py"), "--target", "llvm", "--no-upstream", "--json", "-"]
+    assert main(command) == 0
+    found = capsys.readouterr()
+    assert [e["status"] for e in json.loads(found.out)] == ["passed", "passed"]
+    assert found.err.splitlines()[-1] == "2 passed, 0 failed"
+
+
 def test_extract_errors(tmp_path, capsys):
     assert "holds no config.json" in one_line(capsys, "extract", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from ..errors import InputError
@@ -89,14 +90,15 @@ def run(args: argparse.Namespace) -> int:
     )
     width = max(len(c.name) for c in cases)
     entries: list[dict[str, Any]] = []
+    people = sys.stderr if args.json == "-" else sys.stdout  # programs read stdout then
     with Progress(len(cases)) as progress:
         for entry in check_cases(cases, settings, lambda case: progress(case.name)):
             entries.append(entry)
             progress.clear()
-            print(line(entry, width), flush=True)
+            print(line(entry, width), file=people, flush=True)
     if args.json:
         write_text(args.json, json.dumps(entries, indent=2))
-    print(summary(entries))
+    print(summary(entries), file=people)
     return 0 if all(passed(e) for e in entries) else 1
 
 
