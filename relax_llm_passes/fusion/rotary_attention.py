@@ -85,11 +85,12 @@ def _fuse(mod: tvm.IRModule, run: PassRun, append: bool) -> tvm.IRModule:
             matches = [m for m in find_attention(view, append) if isinstance(m, AttentionMatch)]
         regions = [attention_region(m) for m in matches]
         mod, refusals = outline(mod, gvar, regions)
-        lost = {r.binding for r in refusals}
         for refusal in refusals:
             run.record.refuse(refusal)
+        # What was refused still stands in the function.
+        kept = {_name(b.var) for block in mod[gvar].body.blocks for b in block.bindings}
         for match in matches:
-            if _name(match.out) in lost:
+            if refusals and _name(match.softmax) in kept:
                 continue
             _record(run, match, gvar.name_hint)
     return mod
