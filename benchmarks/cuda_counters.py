@@ -2,9 +2,9 @@
 
     python benchmarks/cuda_counters.py [PATTERN ...] [--json FILE] [--readme]
 
-Graphs of the corpus (those named, patterns like `*_decode` allowed; default: a decode step of RWKV-5
-and one of MPT) are compiled with TVM's default pipeline and with this package's, executed on the
-CPU, compared with their golden outputs, and counted. `--readme` puts the table into
+Graphs of the corpus (those named, patterns like `*_decode` allowed; default: a decode step of
+RWKV-5 and one of MPT) are compiled with TVM's default pipeline and with this package's, executed
+on the CPU, compared with their golden outputs, and counted. `--readme` puts the table into
 benchmarks/README.md.
 """
 
