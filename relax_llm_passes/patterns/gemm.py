@@ -94,11 +94,20 @@ class _Finder:
                 return path[i:]
         return []
 
+    def movable(self, path: list[relax.Var]) -> bool:
+        """Tell whether all of `path` can go into a region of this scope, or copies of it can.
+
+        A step in a scope around this one (before an If, say) is an operand like any other.
+        """
+        if any(self.view.position(v) < 0 for v in path):
+            return False
+        return self.copy_shared or not self.shared(path)
+
     def choose(self, forms: Iterable[Operand], wanted: Callable[[Operand], bool]) -> Operand | None:
         """Return the wanted form that is furthest from the matmul."""
         best = None
         for form in forms:
-            if wanted(form) and (self.copy_shared or not self.shared(form.variables)):
+            if wanted(form) and self.movable(form.variables):
                 best = form
         return best
 
@@ -136,11 +145,7 @@ class _Finder:
         ) or Operand(view.resolve(lhs))
         rows: list[Operand] = []
         if flat and not left.swapped:
-            rows = [
-                f
-                for f in trace_rows(view, lhs, usable)
-                if self.copy_shared or not self.shared(f.variables)
-            ]
+            rows = [f for f in trace_rows(view, lhs, usable) if self.movable(f.variables)]
         epilogue = grow_epilogue(view, var, rows, usable, lambda v: v in self.taken)
         for refusal in epilogue.refusals:
             self.found.append(refusal)
@@ -151,7 +156,7 @@ class _Finder:
     def build(self, var: relax.Var, left: Operand, right: Operand, epilogue: Epilogue) -> None:
         view = self.view
         paths = [left.variables, right.variables]
-        vector_paths = [p for p in epilogue.paths if self.copy_shared or not self.shared(p)]
+        vector_paths = [p for p in epilogue.paths if self.movable(p)]
         for path in epilogue.paths:
             if path not in vector_paths:  # keep the view outside: the operand is what it gives
                 for name, expr in epilogue.operands.items():
@@ -160,7 +165,7 @@ class _Finder:
         paths += vector_paths
         roles: dict[str, relax.Expr] = {"lhs": left.root}
         quant = find_dequantize(view, right.root, right.swapped)
-        if isinstance(quant, Dequantize) and (self.copy_shared or not self.shared([right.root])):
+        if isinstance(quant, Dequantize) and self.movable([right.root]):
             roles |= {"rhs_packed": quant.packed, "rhs_scale": quant.scale}
             paths[1] = [*right.variables, right.root]
         else:

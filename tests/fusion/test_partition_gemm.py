@@ -17,6 +17,7 @@ from relax_llm_passes.fusion.partition_gemm import PartitionGemm
 from relax_llm_passes.lower import composites
 from relax_llm_passes.outline import inline
 
+from ..interpreter import Interpreter, equal
 from ..patterns.gemm_cases import ACCEPTED, NEAR_MISSES, PAIRS, Case
 from ..patterns.test_gemm import SHARED, quantised
 
@@ -105,6 +106,41 @@ def test_both_operands_from_one_shared_view():
     arrays = [a.astype("float32") for a in case.arrays()]
     for got, want in zip(_run(new, arrays), _run(mod, arrays), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_a_view_outside_a_branch_is_an_operand_there():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(
+            x: R.Tensor(("n", 24), "float32"),
+            w: R.Tensor((16, 24), "float32"),
+            c: R.Tensor((), "bool"),
+        ) -> R.Tensor(("n", 16), "float32"):
+            wt = R.permute_dims(w)
+            kept = R.matmul(R.negative(x), wt)
+            if c:
+                m = R.matmul(x, wt)
+                unused = R.subtract(m, m)  # noqa: F841
+                y = R.add(m, kept)
+            else:
+                y = kept
+            return y
+
+    for mod in (Module, get_pass("CanonicalizeBindings")(Module)):
+        new, seen = _partition(mod)
+        assert seen.matched("PartitionGemm")["gemm"] == 2
+        layouts = [c.attrs["rhs_layout"] for c in composites(new).values()]
+        assert sorted(layouts) == ["KN", "NK"]  # inside the branch, outside of it
+        body = new["main"].script()
+        assert body.count("permute_dims") == 1
+        rng = np.random.default_rng(0)
+        x, w = (rng.standard_normal(s).astype("float32") for s in ((3, 24), (16, 24)))
+        for condition in (True, False):
+            args = [x, w, np.array(condition)]
+            want = Interpreter(Module).run("main", args)
+            for changed in (new, inline(new)):
+                assert equal(Interpreter(changed).run("main", args), want)
 
 
 def test_the_founding_bug():
