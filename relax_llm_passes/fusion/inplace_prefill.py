@@ -22,9 +22,9 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.ir import PrimType, Var
 
-from ..cloning import Clone, set_type
-from ..dataflow import FunctionView, is_var
-from ..kernels.cache_rows import write_rows
+from ..cloning import Clone, definable_symbols, set_type
+from ..dataflow import FunctionView, is_var, type_vars
+from ..kernels.cache_rows import check_room, write_rows
 from ..report import Refusal
 from ..signature import extent
 from .inplace_twin import CACHES_ATTR, KIND, SOURCE_ATTR, build_twin, with_bounds
@@ -160,10 +160,26 @@ def prefill_function(view: FunctionView, rows: PrefillRows, builder: Any) -> rel
     shape_of = relax.Var(_fresh("length", names), relax.ShapeType([length]))
     params[at:at] = [*caches, shape_of]
     full: dict[Any, Any] = {}
+    count = rows.leaves[0].ty.shape.values[spec.rows[0].axis]
+    # A number of rows that a match_cast inside finds is not known at the start.
+    known_sizes = {v for p in func.params for v in definable_symbols(p.ty)}
+    early = all(v in known_sizes for v in type_vars(rows.leaves[0].ty))
+    first = relax.Var(f"{caches[0].name}_checked", caches[0].ty) if early else caches[0]
+
+    def head() -> list[Any]:
+        if not early:
+            return []
+        cache, to = spec.rows[0], caches[0]
+        prim = check_room(to.ty.shape.values, cache.axis, cache.dtype, only_first=True)
+        args = relax.Tuple([to, clone.expr(count), length])
+        gvar = builder.add_func(prim, "check_room")
+        check = relax.op.call_tir_inplace(gvar, args, 0, to.ty)
+        return [relax.VarBinding(first, set_type(check, to.ty))]
 
     def tail() -> list[Any]:
         bindings = []
-        for cache, to, leaf in zip(spec.rows, caches, rows.leaves, strict=True):
+        held = [first, *caches[1:]]
+        for cache, to, leaf in zip(spec.rows, held, rows.leaves, strict=True):
             source = clone.expr(leaf)
             prim = write_rows(
                 to.ty.shape.values, source.ty.shape.values, cache.axis, cache.dtype, only_first=True
@@ -174,10 +190,9 @@ def prefill_function(view: FunctionView, rows: PrefillRows, builder: Any) -> rel
             bindings.append(relax.VarBinding(full[leaf], set_type(write, to.ty)))
         return bindings
 
-    made = build_twin(view, clone, params, full, lambda _binding, _leaves: None, tail)
+    made = build_twin(view, clone, params, full, lambda _binding, _leaves: None, tail, head)
     made = made.with_attr("global_symbol", f"{name}_inplace").with_attr(SOURCE_ATTR, name)
     made = made.with_attr(CACHES_ATTR, list(range(at, at + len(caches))))
-    count = rows.leaves[0].ty.shape.values[spec.rows[0].axis]
     upper: dict[str, int] = {}
     if isinstance(count, tirx.Var):
         known = dict(attrs["tir_var_upper_bound"]) if "tir_var_upper_bound" in attrs else {}

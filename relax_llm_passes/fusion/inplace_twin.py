@@ -37,6 +37,7 @@ def build_twin(
     full: dict[Any, Any],
     replace: Callable[[Any, bool], list[Any] | None],
     tail: Callable[[], list[Any]] = list,
+    head: Callable[[], list[Any]] = list,
 ) -> relax.Function:
     """Copy a function's bindings and build its result anew.
 
@@ -55,13 +56,15 @@ def build_twin(
         None to copy it.
     tail : callable
         The bindings that follow all others.
+    head : callable
+        The bindings that come first.
     """
     func = view.function
     leaves = set(view.result_vars())
     final = len(func.body.blocks) - 1
     blocks: list[list[Any]] = []
     for place, block in enumerate(func.body.blocks):
-        bindings: list[Any] = []
+        bindings: list[Any] = head() if place == 0 else []
         for binding in block.bindings:
             instead = replace(binding, place != final)
             if instead is not None:
