@@ -34,6 +34,7 @@ from .dataflow import is_var
 __all__ = [
     "Clone",
     "definable_symbols",
+    "free_name",
     "map_prim",
     "map_type",
     "new_if",
@@ -224,3 +225,13 @@ def rename(var: Var, dataflow: bool, name: str | None = None, ty: Any = None) ->
     """Return a variable like `var`, of the dataflow kind or not."""
     kind = DataflowVar if dataflow else Var
     return kind(name or var.name, var.ty if ty is None else ty, var.span)
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """Return the name, with a number behind it where it is taken; and take it."""
+    made, count = name, 0
+    while made in taken:
+        count += 1
+        made = f"{name}_{count}"
+    taken.add(made)
+    return made

@@ -8,7 +8,6 @@ numpy only; TVM is imported when a module is asked for.
 
 from __future__ import annotations
 
-import ast
 import base64
 import hashlib
 import json
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from .errors import InputError, UnknownNameError
+from .signature import evaluate
 
 if typing.TYPE_CHECKING:
     import tvm
@@ -188,31 +188,6 @@ def draw(
     raise InputError(f"input {key!r} has the unknown drawing rule {kind!r}")
 
 
-def _evaluate(extent: int | str, sizes: Mapping[str, int]) -> int:
-    """An extent that is a number, or integer arithmetic (+ - * //) over symbolic sizes."""
-    if isinstance(extent, int):
-        return extent
-
-    def value(node: ast.AST) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.Name) and node.id in sizes:
-            return sizes[node.id]
-        if isinstance(node, ast.BinOp):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add):
-                return left + right
-            if isinstance(node.op, ast.Sub):
-                return left - right
-            if isinstance(node.op, ast.Mult):
-                return left * right
-            if isinstance(node.op, ast.FloorDiv):
-                return left // right
-        raise InputError(f"cannot evaluate the extent {extent!r} with sizes {dict(sizes)}")
-
-    return value(ast.parse(extent, mode="eval").body)
-
-
 @dataclass(frozen=True)
 class Input:
     """One parameter of the graph's function.
@@ -242,7 +217,7 @@ class Input:
 
     def extents(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape at given symbolic sizes."""
-        return tuple(_evaluate(extent, sizes) for extent in self.shape)
+        return tuple(evaluate(extent, sizes) for extent in self.shape)
 
     def array(self, sizes: Mapping[str, int], seed: int = 0) -> np.ndarray:
         """The numbers for this input."""

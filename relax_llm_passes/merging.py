@@ -9,7 +9,7 @@ import tvm_ffi
 from tvm import relax
 from tvm.ir import GlobalVar
 
-from .cloning import Clone
+from .cloning import Clone, free_name
 from .errors import InputError
 from .module_io import public_functions
 
@@ -44,7 +44,7 @@ def merge_modules(parts: Mapping[str, tvm.IRModule]) -> tvm.IRModule:
             )
         renamed: dict[GlobalVar, GlobalVar] = {}
         for gvar in mod.functions:
-            wanted = name if gvar.name_hint == public[0] else _free(gvar.name_hint, taken)
+            wanted = name if gvar.name_hint == public[0] else free_name(gvar.name_hint, taken)
             fresh = GlobalVar(wanted)
             if not gvar.ty.is_missing():
                 relax.expr._update_type(fresh, gvar.ty)
@@ -63,12 +63,3 @@ def merge_modules(parts: Mapping[str, tvm.IRModule]) -> tvm.IRModule:
         attrs.update(dict(mod.attrs) if mod.attrs else {})
     merged = tvm.IRModule(functions)
     return merged.with_attrs(attrs) if attrs else merged
-
-
-def _free(name: str, taken: set[str]) -> str:
-    made, count = name, 0
-    while made in taken:
-        count += 1
-        made = f"{name}_{count}"
-    taken.add(made)
-    return made

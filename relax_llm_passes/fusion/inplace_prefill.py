@@ -22,7 +22,7 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.ir import PrimType, Var
 
-from ..cloning import Clone, definable_symbols, set_type
+from ..cloning import Clone, definable_symbols, free_name, set_type
 from ..dataflow import FunctionView, is_var, type_vars
 from ..kernels.cache_rows import check_room, write_rows
 from ..report import Refusal
@@ -143,7 +143,7 @@ def prefill_function(view: FunctionView, rows: PrefillRows, builder: Any) -> rel
     func, spec, name = view.function, rows.spec, view.name
     attrs = func.attrs or {}
     names = {str(p.name) for p in func.params}
-    length = Var(_fresh("past", _symbols(func)), PrimType("int64"))
+    length = Var(free_name("past", _symbols(func)), PrimType("int64"))
     clone = Clone({}, {})
     params: list[Any] = []
     for param in func.params:
@@ -154,10 +154,10 @@ def prefill_function(view: FunctionView, rows: PrefillRows, builder: Any) -> rel
         shape = [clone.expr(d) for d in leaf.ty.shape.values]
         shape[cache.axis] = tirx.IntImm("int64", spec.capacity)
         ty = relax.TensorType(shape, leaf.ty.dtype)
-        caches.append(relax.Var(_fresh(f"cache_{i}", names), ty))
+        caches.append(relax.Var(free_name(f"cache_{i}", names), ty))
     # Behind the inputs, before the weights.
     at = int(attrs["num_input"]) if "num_input" in attrs else min(spec.first_param, len(params))
-    shape_of = relax.Var(_fresh("length", names), relax.ShapeType([length]))
+    shape_of = relax.Var(free_name("length", names), relax.ShapeType([length]))
     params[at:at] = [*caches, shape_of]
     full: dict[Any, Any] = {}
     count = rows.leaves[0].ty.shape.values[spec.rows[0].axis]
@@ -205,13 +205,3 @@ def prefill_function(view: FunctionView, rows: PrefillRows, builder: Any) -> rel
 
 def _symbols(func: relax.Function) -> set[str]:
     return {str(v.name) for v in relax.analysis.defined_symbolic_vars(func)}
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    """Return the name, with a number behind it where it is taken; and take it."""
-    made, count = name, 0
-    while made in taken:
-        count += 1
-        made = f"{name}_{count}"
-    taken.add(made)
-    return made
