@@ -38,14 +38,10 @@ from .attention_facts import (
 )
 from .attention_softmax import SoftmaxRows, fail
 from .cache_append import read_append
-from .elements import (
-    LAYOUT,
-    ElementReader,
-    Unreadable,
-    is_biased_product,
-    region_between,
-    reshaped_index,
-)
+from .element_layout import LAYOUT, reshaped_index
+from .element_regions import is_biased_product, region_between
+from .element_scalars import Unreadable
+from .elements import ElementReader
 from .key_range import key_range
 
 __all__ = ["AttentionMatch", "find_attention"]
@@ -193,7 +189,7 @@ class _Finder:
         offset = len(batch) - len(own)
         index = []
         for i, dim in enumerate(own):
-            if self.reader._is(dim, 1):
+            if self.reader.is_size(dim, 1):
                 index.append(i64(0))
             elif self.reader.same(dim, result[offset + i]):
                 index.append(batch[offset + i])

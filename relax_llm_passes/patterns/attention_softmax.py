@@ -21,7 +21,8 @@ from ..kernels.scalar_expr import (
     i64,
     rewrite,
 )
-from .elements import ElementReader, Unreadable
+from .element_scalars import Unreadable
+from .elements import ElementReader
 
 __all__ = ["SoftmaxRows", "fail"]
 
@@ -114,7 +115,7 @@ class SoftmaxRows:
             raise fail("a condition on another row of scores", softmax)
         inner = ElementReader(view, lambda var: var.same_as(scores))
         where = [
-            i64(0) if reader._is(dim, 1) else tirx.Var(f"i{i}", "int64")
+            i64(0) if reader.is_size(dim, 1) else tirx.Var(f"i{i}", "int64")
             for i, dim in enumerate(reader.shape(scores))
         ]
         flag = inner.read(call.args[0], where)

@@ -18,7 +18,9 @@ from tvm import tirx
 
 from ..dataflow import FunctionView, op_name
 from ..kernels.scalar_expr import depends_on, i64, substitute, widened
-from .elements import ElementReader, Unreadable, broadcast_index, to_bool
+from .element_layout import broadcast_index
+from .element_scalars import Unreadable, to_bool
+from .elements import ElementReader
 
 __all__ = ["APPENDS", "CacheAppend", "appended_rows", "read_append", "read_appended"]
 

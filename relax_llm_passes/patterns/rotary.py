@@ -28,7 +28,10 @@ from ..kernels.scalar_expr import (
     substitute,
 )
 from ..report import Refusal
-from .elements import LAYOUT, ElementReader, Unreadable, is_biased_product
+from .element_layout import LAYOUT
+from .element_regions import is_biased_product
+from .element_scalars import Unreadable
+from .elements import ElementReader
 from .rotary_memo import remembered
 
 __all__ = ["Rotary", "RotaryMatch", "classify_rotary", "find_rotary", "rotary_factors"]

@@ -18,7 +18,9 @@ from ..dataflow import FunctionView, is_var, op_name
 from ..kernels.scalar_expr import any_node, buffer_loads
 from ..report import Refusal
 from .cache_append import appended_rows, read_appended
-from .elements import ElementReader, Unreadable, is_biased_product, origin, region_between
+from .element_regions import is_biased_product, origin, region_between
+from .element_scalars import Unreadable
+from .elements import ElementReader
 from .rotary import RotaryMatch, find_rotary
 
 __all__ = ["SplitRotaryMatch", "find_split_rotary"]
