@@ -32,6 +32,7 @@ from tvm.relax import (
     If,
     MatchCast,
     SeqExpr,
+    TensorType,
     Var,
 )
 
@@ -166,6 +167,7 @@ class FunctionView:
         self._users: dict[Var, list[Binding]] | None = None
         self._outputs: set[Var] | None = None
         self._needed: set[Var] | None = None
+        self._given_sizes: set[Var] | None = None
         self._whole: set[Var] = set()
         for block in seq.blocks[:]:
             self._dataflow.append(isinstance(block, DataflowBlock))
@@ -342,6 +344,31 @@ class FunctionView:
         if binding is None or type(binding) is MatchCast:
             return found
         return binding.value
+
+    def asserted(self, expr: Expr) -> Expr | None:
+        """Return the tensor of which a match_cast asserts the shape, or None.
+
+        The match_cast defines no symbolic size: its result is the same tensor or the run fails.
+        """
+        binding = self.binding(self.resolve(expr))
+        if binding is None or type(binding) is not MatchCast:
+            return None
+        want, have = binding.ty, binding.value.ty
+        if not isinstance(want, TensorType) or not isinstance(have, TensorType):
+            return None
+        sizes = getattr(want.shape, "values", None)
+        if sizes is None or want.dtype != have.dtype or have.ndim != len(sizes):
+            return None
+        new = relax.analysis.definable_tir_vars_in_type(want)
+        return self.resolve(binding.value) if all(v in self._given() for v in new) else None
+
+    def _given(self) -> set[Var]:
+        """Return the symbolic sizes that the parameters here and around here define."""
+        if self._given_sizes is None:
+            self._given_sizes = set(self.parent._given()) if self.parent is not None else set()
+            for param in self.params:
+                self._given_sizes.update(relax.analysis.definable_tir_vars_in_type(param.ty))
+        return self._given_sizes
 
     def call(self, expr: Expr, *names: str) -> Call | None:
         """Return the call that computes `expr` if its operator is one of `names`, else None.

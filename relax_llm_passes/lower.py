@@ -23,6 +23,7 @@ from .errors import InputError
 from .outline import COMPOSITE_PREFIX, inline
 from .registry import PassRun, load_plugins, register_pass
 from .report import Refusal
+from .shape_checks import ShapeChecks, asserted_shapes
 
 __all__ = [
     "Accept",
@@ -234,6 +235,7 @@ class _Rewriter:
         self.seen: dict[int, list[Composite]] = {}
         self.alike: dict[str, Composite] = {}  # the first composite that is equal to this one
         self.emitted: dict[tuple[Any, ...], Emitted] = {}
+        self.checks = ShapeChecks()
 
     def first(self, composite: Composite) -> Composite:
         """Return the first composite with the same program: layers share what is found for one."""
@@ -275,7 +277,9 @@ class _Rewriter:
         return None
 
     def function(self, name: str, func: relax.Function) -> relax.Function:
+        mark = self.checks.mark()
         body, changed = self.seq(name, func.body)
+        self.checks.forget(mark)
         if not changed:
             return func
         return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs, func.span)
@@ -304,8 +308,11 @@ class _Rewriter:
             return [binding]
         value = binding.value
         if isinstance(value, relax.If):
+            mark = self.checks.mark()
             then, a = self.seq(name, value.true_branch)
+            self.checks.forget(mark)
             other, b = self.seq(name, value.false_branch)
+            self.checks.forget(mark)
             if a or b:
                 return [relax.VarBinding(binding.var, relax.If(value.cond, then, other))]
             return [binding]
@@ -328,11 +335,20 @@ class _Rewriter:
     ) -> list[Any]:
         bb, call = self.bb, binding.value
         args = list(call.args)
+        asserted = asserted_shapes(composite.func, args)
+        if asserted is None:
+            self.run.record.refuse(
+                f"{impl.name}: a match_cast inside asserts a shape that is not known outside",
+                composite.kind,
+                name,
+                binding.var.name,
+            )
+            return [binding]
         key = emission_key(composite.name, args, dataflow)
         known = self.emitted.get(key) if key is not None else None
         if known is not None and known.fits(args, call.ty):
             self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name)
-            return known.again(args, binding.var)
+            return [*self.checks.bindings(asserted, dataflow), *known.again(args, binding.var)]
         if dataflow:
             bb._begin_dataflow_block()
         else:
@@ -356,7 +372,8 @@ class _Rewriter:
         self.run.record.match(f"{composite.kind}:{impl.name}", 1, name, binding.var.name)
         if key is not None:
             self.emitted[key] = Emitted(args, list(block.bindings), result)
-        return [*block.bindings, relax.VarBinding(binding.var, result)]
+        checks = self.checks.bindings(asserted, dataflow)
+        return [*checks, *block.bindings, relax.VarBinding(binding.var, result)]
 
 
 @register_pass("LowerComposites", stage="lower", options=LowerOptions)

@@ -29,6 +29,7 @@ from .attention_pieces import (
     vector_width,
 )
 from .attention_plan import AttentionPlan
+from .cpu_build import choose, is_little
 from .scalar_expr import bound_analyzer, exp_nonpositive, i64
 
 __all__ = ["attention_decode_cpu"]
@@ -68,23 +69,32 @@ def attention_decode_cpu(
         begin_function(plan, name)
         with T.sblock("attention"):
             opaque()
-            partial = state = None
+            partial: Any = None
+            state: Any = None
             if splits > 1:
                 shape = (count * i64(splits), i64(len(rows)))
                 partial = T.sblock_alloc_buffer((*shape, E), "float32")
                 state = T.sblock_alloc_buffer((*shape, 2), "float32")
-            with T.parallel(count * i64(splits)) as index:
+
+            def rows_with(loop: Callable[[Any], Any]) -> None:
+                with loop(count * i64(splits)) as index:
+                    if splits > 1:
+                        part = T.bind(tirx.floormod(index, i64(splits)))
+                        kernel.bind_outer(tirx.floordiv(index, i64(splits)))
+                    else:
+                        part = None
+                        kernel.bind_outer(index)
+                    _decode_rows(kernel, rows, S, block, part, splits, index, partial, state)
                 if splits > 1:
-                    part = T.bind(tirx.floormod(index, i64(splits)))
-                    kernel.bind_outer(tirx.floordiv(index, i64(splits)))
-                else:
-                    part = None
-                    kernel.bind_outer(index)
-                _decode_rows(kernel, rows, S, block, part, splits, index, partial, state)
-            if splits > 1:
-                with T.parallel(count) as index:
-                    kernel.bind_outer(index)
-                    _combine(kernel, rows, splits, index, partial, state)
+                    with loop(count) as index:
+                        kernel.bind_outer(index)
+                        _combine(kernel, rows, splits, index, partial, state)
+
+            choose(
+                is_little(kernel.work(len(rows))),
+                functools.partial(rows_with, T.serial),
+                functools.partial(rows_with, T.parallel),
+            )
     return builder.get()
 
 

@@ -133,6 +133,17 @@ class AttentionKernel:
         values = {**self.outer, **self.rows[row], plan.x: x, plan.s: s, plan.t: t}
         return substitute(grouped(plan, self.score, member), values)
 
+    def work(self, rows: Any) -> Any:
+        """Return the multiply-adds of the whole kernel with `rows` query rows per batch index.
+
+        An upper bound: all keys for every row, where masks leave out some of them.
+        """
+        plan = self.plan
+        work = i64(plan.T) * i64(rows) * i64(plan.D + plan.E)
+        for extent in self.extents:
+            work = work * extent
+        return bound_analyzer({}).simplify(work)
+
     def written_end(self, key_end: Any) -> Any:
         """Return where the rows end that an append reads or writes."""
         append = self.plan.append_k

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from tvm import tirx
@@ -19,6 +21,7 @@ from .attention_pieces import (
     opaque,
 )
 from .attention_plan import AttentionPlan
+from .cpu_build import choose, is_little
 from .scalar_expr import bound_analyzer, exp_nonpositive, i64, substitute
 
 __all__ = ["attention_prefill_cpu"]
@@ -54,11 +57,19 @@ def attention_prefill_cpu(
         begin_function(plan, name)
         with T.sblock("attention"):
             opaque()
-            with T.parallel(bound_analyzer({}).simplify(count * tiles)) as index:
-                kernel.bind_outer(tirx.floordiv(index, tiles))
-                # The last tiles see the most keys under a causal mask: start with them.
-                tile = T.bind(tiles - i64(1) - tirx.floormod(index, tiles))
-                _prefill_tile(kernel, tile * i64(rows), S, rows, block)
+
+            def tiles_with(loop: Callable[[Any], Any]) -> None:
+                with loop(bound_analyzer({}).simplify(count * tiles)) as index:
+                    kernel.bind_outer(tirx.floordiv(index, tiles))
+                    # The last tiles see the most keys under a causal mask: start with them.
+                    tile = T.bind(tiles - i64(1) - tirx.floormod(index, tiles))
+                    _prefill_tile(kernel, tile * i64(rows), S, rows, block)
+
+            choose(
+                is_little(kernel.work(S)),
+                functools.partial(tiles_with, T.serial),
+                functools.partial(tiles_with, T.parallel),
+            )
     return builder.get()
 
 

@@ -124,9 +124,16 @@ def local(size: int, dtype: str = "float32") -> Any:
 _SERIAL_WORK = 1 << 16
 
 
+def is_little(work: Any) -> Any:
+    """Tell, by a bool or an expression, whether so many multiply-adds are too few for threads."""
+    if isinstance(work, (int, tirx.IntImm)):
+        return int(work) <= _SERIAL_WORK
+    return work <= i64(_SERIAL_WORK)
+
+
 def tasks(extent: Any, work: Any) -> Any:
     """Loop in parallel, or serially where `work` (multiply-adds) is known to be too little."""
-    small = isinstance(work, int) and work <= _SERIAL_WORK
+    small = isinstance(work, int) and is_little(work)
     return T.serial(i64(0), extent) if small else T.parallel(i64(0), extent)
 
 

@@ -10,6 +10,7 @@ before the next one. The bonus is taken out of the inner loop: sum_j r_j u_j k_j
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..targets import num_threads, vector_lanes
+from .cpu_build import is_little
 from .flat_kernel import flat_kernel
 from .norm_cpu import TASKS_PER_THREAD, split_loop
 from .norm_math import CPU
@@ -73,8 +75,7 @@ def emit_wkv_cpu(spec: WkvSpec, target: tvm.target.Target) -> tirx.PrimFunc:
     name = "wkv7" if spec.delta else "wkv"
 
     def body(flat: list[Any]) -> None:
-        tasks = TASKS_PER_THREAD * num_threads(target)
-        with split_loop(spec.batch * spec.heads, tasks) as head:
+        with split_loop(spec.batch * spec.heads, _tasks(spec, target)) as head:
             b, h = tirx.floordiv(head, spec.heads), tirx.floormod(head, spec.heads)
             one = _Head(spec, flat, b, h, lanes)
             if spec.single:
@@ -275,6 +276,14 @@ class _Head:
             self.write(t, i, y if bonus is None else y + bonus * x["v"][i])
 
 
+def _tasks(spec: WkvSpec, target: tvm.target.Target) -> int:
+    """Return into how many tasks the kernel is cut: one where the work is known to be little."""
+    sizes = [spec.batch, spec.tokens, spec.heads, spec.size]
+    if all(isinstance(n, int) for n in sizes) and is_little(math.prod(sizes) * spec.size):
+        return 1
+    return TASKS_PER_THREAD * num_threads(target)
+
+
 def emit_wkv4_cpu(spec: WkvSpec, target: tvm.target.Target) -> tirx.PrimFunc:
     """Return the PrimFunc of RWKV-4's recurrence: channels fill the vector."""
     lanes = vector_lanes(target, "float32")
@@ -284,8 +293,7 @@ def emit_wkv4_cpu(spec: WkvSpec, target: tvm.target.Target) -> tirx.PrimFunc:
         tiles = channels // lanes if isinstance(channels, int) else tirx.floordiv(channels, lanes)
         rest = channels - tiles * lanes
         if not isinstance(tiles, int) or tiles > 0:
-            tasks = TASKS_PER_THREAD * num_threads(target)
-            with split_loop(spec.batch * tiles, tasks) as i:
+            with split_loop(spec.batch * tiles, _tasks(spec, target)) as i:
                 b, c = tirx.floordiv(i, tiles), tirx.floormod(i, tiles)
                 wkv4_step(spec, flat, b, c * lanes, lanes, CPU)
         if not isinstance(rest, int) or rest > 0:

@@ -152,6 +152,10 @@ class ElementReader:
         if self.stop(expr):
             return self.load(expr, index)
         value = self.view.value(expr)
+        source = self.view.asserted(expr)
+        if source is not None:
+            self.inside[expr] = None
+            return self.read(source, index)
         if isinstance(value, TupleGetItem):
             return self._field(expr, value, index)
         name = op_name(value)
