@@ -18,7 +18,7 @@ _HOME = {
     "Compared": "compare",
     "Config": "harness",
     "Finding": "counters",
-    "KernelResources": "nvcc",
+    "KernelResources": "resources",
     "LaunchStats": "counters",
     "RunResult": "harness",
     "compare_pipelines": "compare",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -13,74 +12,18 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnsupportedError
-from ..kernels.limits import KernelLimits
 from .build import cache_dir
+from .resources import KernelResources, launch_bounds, parse_ptxas
 
-__all__ = ["KernelResources", "compile_cubin", "cuda_sources", "embedded_cubins", "nvcc_check",
+__all__ = ["compile_cubin", "cuda_sources", "embedded_cubins", "nvcc_check",
            "nvcc_missing"]  # fmt: skip
 
-_ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
-_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_USED = re.compile(r"Used (\d+) registers")
-_SHARED = re.compile(r"(\d+) bytes smem")
 _DYNAMIC = re.compile(r'T\.alloc_buffer\(\((\d+),\), "(\w+)", scope="shared\.dyn"\)')
 _BITS = re.compile(r"\d+$")
-
-
-@dataclass(frozen=True)
-class KernelResources:
-    """What one kernel needs on one GPU, as ptxas reports it.
-
-    Attributes
-    ----------
-    kernel, arch : str
-        e.g. "rms_norm_kernel", "sm_90".
-    registers : int
-        Per thread.
-    spills : int
-        Bytes of spill stores plus spill loads; stack is for local arrays.
-    stack : int
-        Bytes of stack per thread.
-    static_smem : int
-        Bytes of static shared memory per block.
-    dynamic_smem : int
-        Bytes of dynamic shared memory per block as compiled from TIR; -1 when it is not constant or
-        when only source text was given.
-    """
-
-    kernel: str
-    arch: str
-    registers: int
-    spills: int
-    stack: int
-    static_smem: int
-    dynamic_smem: int = -1
-
-    def within(
-        self,
-        limits: KernelLimits | None = None,
-        *,
-        registers: int = 255,
-        spills: int = 0,
-        static_smem: int = 49152,
-        dynamic_smem: int = 49152,
-    ) -> str:
-        """Which of these limits the kernel breaks, as text; empty when none.
-
-        ``limits`` are those that a kernel's file states; without them the numbers count.
-        """
-        if limits is None:
-            limits = KernelLimits(registers, spills, static_smem, dynamic_smem)
-        broken = []
-        for name, limit in asdict(limits).items():
-            if getattr(self, name) > limit:
-                broken.append(f"{name} {getattr(self, name)} > {limit}")
-        return f"{self.kernel} on {self.arch}: {', '.join(broken)}" if broken else ""
 
 
 def _nvcc() -> str | None:
@@ -247,35 +190,6 @@ def embedded_cubins(arch: str) -> Iterator[None]:
         tvm_ffi.register_global_func(name, before, override=True)
 
 
-def _parse(log: str, arch: str, dynamic: dict[str, int]) -> list[KernelResources]:
-    rows = []
-    name = ""
-    stack = spills = 0
-    for line in log.splitlines():
-        m = _ENTRY.search(line)
-        if m:
-            name = m.group(1)
-        m = _SPILLS.search(line)
-        if m:
-            stack, spills = int(m.group(1)), int(m.group(2)) + int(m.group(3))
-        m = _USED.search(line)
-        if m and name:
-            smem = _SHARED.search(line)
-            rows.append(
-                KernelResources(
-                    name,
-                    arch,
-                    int(m.group(1)),
-                    spills,
-                    stack,
-                    int(smem.group(1)) if smem else 0,
-                    dynamic.get(name, -1),
-                )
-            )
-            name = ""
-    return rows
-
-
 def nvcc_check(
     mod: Any,
     archs: Iterable[str] = ("sm_80", "sm_90", "sm_100"),
@@ -324,10 +238,5 @@ def nvcc_check(
         jobs += [(s, arch, dynamic) for s in sources]
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         logs = list(pool.map(lambda j: compile_cubin(j[0], j[1], options)[1], jobs))
-    return [row for log, (_, arch, dynamic) in zip(logs, jobs, strict=True)
-            for row in _parse(log, arch, dynamic)]  # fmt: skip
-
-
-def to_json(rows: Iterable[KernelResources]) -> str:
-    """The rows as a JSON array."""
-    return json.dumps([asdict(r) for r in rows], indent=1)
+    return [row for log, (s, arch, dynamic) in zip(logs, jobs, strict=True)
+            for row in parse_ptxas(log, arch, dynamic, launch_bounds(s))]  # fmt: skip

@@ -4,8 +4,15 @@ import pytest
 import tvm
 from tvm.relax.frontend import nn
 
-from relax_llm_passes.cuda_on_cpu import cuda_target, embedded_cubins, nvcc_check, nvcc_missing
+from relax_llm_passes.cuda_on_cpu import (
+    KernelResources,
+    cuda_target,
+    embedded_cubins,
+    nvcc_check,
+    nvcc_missing,
+)
 from relax_llm_passes.cuda_on_cpu.nvcc import compile_cubin, cuda_sources
+from relax_llm_passes.kernels.limits import KernelLimits
 from tests.cuda.tvm_kernels import module
 
 pytestmark = pytest.mark.skipif(bool(nvcc_missing()), reason=nvcc_missing())
@@ -39,8 +46,30 @@ extern "C" __global__ void __launch_bounds__(1024, 2) k(float* a, float* b) {
 """
     (row,) = nvcc_check(code, ("sm_90",))
     assert row.static_smem == 1024 and row.registers <= 32 and row.spills > 0
+    assert row.threads == 1024
     with pytest.raises(ValueError, match="undefined"):
         nvcc_check(code.replace("threadIdx.x & 255", "nonsense"), ("sm_90",))
+
+
+def test_what_fits_on_a_multiprocessor():
+    def row(**values):
+        return KernelResources(**{"kernel": "k", "arch": "sm_90", "registers": 32, "spills": 0,
+                                  "stack": 0, "static_smem": 0, "threads": 128, **values})  # fmt: skip
+
+    assert row().resident_threads == 2048
+    assert row(registers=72).resident_threads == 7 * 128  # 65536 registers
+    assert row(registers=65).resident_threads == 7 * 128  # allocated in units of 8
+    assert row(threads=32).resident_threads == 32 * 32  # 32 blocks
+    assert row(static_smem=47 * 1024).resident_threads == 4 * 128  # 228 KB, 1 KB reserved per block
+    assert row(static_smem=47 * 1024, arch="sm_80").resident_threads == 3 * 128  # 164 KB
+    assert row(threads=1024, registers=40).resident_threads == 1024
+    assert row(threads=1024, arch="sm_89").resident_threads == 1024  # 1536 threads
+    assert row(threads=0).resident_threads == 0
+    limits = KernelLimits(registers=255, resident_threads=1024)
+    assert row(registers=64).within(limits) == ""
+    assert row(registers=72).within(limits) == (
+        "k on sm_90: resident_threads 896 < 1024 (72 registers, 128 threads, 0 bytes)"
+    )
 
 
 def test_a_module_is_exported_with_cubins_and_no_gpu(tmp_path):
