@@ -53,8 +53,9 @@ extern "C" __global__ void __launch_bounds__(1024, 2) k(float* a, float* b) {
 
 def test_what_fits_on_a_multiprocessor():
     def row(**values):
-        return KernelResources(**{"kernel": "k", "arch": "sm_90", "registers": 32, "spills": 0,
-                                  "stack": 0, "static_smem": 0, "threads": 128, **values})  # fmt: skip
+        fields = {"kernel": "k", "arch": "sm_90", "registers": 32, "spills": 0, "stack": 0,
+                  "static_smem": 0, "threads": 128}  # fmt: skip
+        return KernelResources(**(fields | values))
 
     assert row().resident_threads == 2048
     assert row(registers=72).resident_threads == 7 * 128  # 65536 registers
