@@ -6,7 +6,8 @@ Needs the PyPI packages `llama-cpp-python` (built for this machine) and `gguf`. 
 drawn weights of the shapes of the graph is written to a temporary folder. One call decodes a token
 after 127 others. The nearest formats are compared: fp16 with fp16, q8_0 (fp16 scale for 32 weights)
 with 8 bits and fp32 scales, q4_0 with q4f16_1. llama.cpp rounds activations to 8 bits for q8_0 and
-q4_0, this package to no less than the graph's own type. Engines take turns as in `models.py`.
+q4_0, this package to no less than the graph's own type ("ours"), or to as many with
+`PartitionGemm.activation_bits=8` ("8 bits"). Engines take turns as in `models.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.models import Engine, answer  # noqa: E402
+from benchmarks.models import OURS_8, Engine, answer  # noqa: E402
 
 GRAPHS = {
     "f32": "llama_mlc_decode",
@@ -139,37 +140,35 @@ def main() -> int:
         return 2
     models = str(ROOT / "benchmarks" / "models.py")
     results: list[dict[str, Any]] = []
-    print(f"{'format':8}{'ours ms':>10}{'llama.cpp ms':>14}   ours/llama.cpp")
+    print(f"{'format':8}{'ours ms':>10}{'8 bits':>10}{'llama.cpp ms':>14}   ratios")
     for kind in options.formats:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             threads, size = options.threads, options.size
-            engines = [
-                Engine("ours", GRAPHS[kind], size, threads, folder, models),
-                Engine("llama.cpp", kind, size, threads, folder, __file__),
-            ]
-            samples: list[list[float]] = [[], []]
+            names = ["ours", OURS_8] if kind.startswith("q") else ["ours"]
+            engines = [Engine(n, GRAPHS[kind], size, threads, folder, models) for n in names]
+            engines.append(Engine("llama.cpp", kind, size, threads, folder, __file__))
+            samples: dict[str, list[float]] = {e.name: [] for e in engines}
             try:
                 for _ in range(options.rounds):
-                    for engine, times in zip(engines, samples, strict=True):
-                        times.append(engine.time(options.repeats))
+                    for engine in engines:
+                        samples[engine.name].append(engine.time(options.repeats))
             finally:
                 for engine in engines:
                     engine.close()
-        ratios = [a / b for a, b in zip(*samples, strict=True)]
-        row = {
-            "format": kind,
-            "graph": GRAPHS[kind],
-            "threads": threads,
-            "ours_ms": round(statistics.median(samples[0]), 3),
-            "llama_cpp_ms": round(statistics.median(samples[1]), 3),
-            "ratio": [round(f(ratios), 3) for f in (statistics.median, min, max)],
-        }
+        row: dict[str, Any] = {"format": kind, "graph": GRAPHS[kind], "threads": threads}
+        row["ms"] = {n: round(statistics.median(s), 3) for n, s in samples.items()}
+        row["spread_ms"] = {n: [round(min(s), 3), round(max(s), 3)] for n, s in samples.items()}
+        row["ratio"] = {}
+        for name in names:
+            pairs = zip(samples[name], samples["llama.cpp"], strict=True)
+            ratios = [ours / theirs for ours, theirs in pairs]
+            row["ratio"][name] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
         results.append(row)
-        ratio, low, high = row["ratio"]
+        eight = f"{row['ms'][OURS_8]:.2f}" if OURS_8 in names else ""
         print(
-            f"{kind:8}{row['ours_ms']:10.2f}{row['llama_cpp_ms']:14.2f}"
-            f"   {ratio:.2f} ({low:.2f} to {high:.2f})",
+            f"{kind:8}{row['ms']['ours']:10.2f}{eight:>10}{row['ms']['llama.cpp']:14.2f}   "
+            + ", ".join(f"{a:.2f} ({b:.2f} to {c:.2f})" for a, b, c in row["ratio"].values()),
             flush=True,
         )
     if options.json:

@@ -22,6 +22,7 @@ import tvm
 from tvm import relax
 
 from ..dataflow import FunctionView
+from ..errors import InputError
 from ..outline import Region, outline
 from ..patterns.gemm import KIND, GemmMatch, match_gemms
 from ..registry import PassRun, register_pass
@@ -42,9 +43,15 @@ class PartitionGemmOptions:
     ----------
     copy_views : bool
         Give each product its own copy of a transpose or view that several share.
+    activation_bits : int
+        8 or 16 allow a matrix-vector product by group-quantised weights on a CPU to round its left
+        operand to integers of so many bits, with a scale for each group of the weights. With 8
+        each value is off by at most 1/254 of the largest of its group, as in llama.cpp; with 16 by
+        2^-15 of it. 0 keeps every left operand in its type's precision.
     """
 
     copy_views: bool = True
+    activation_bits: int = 0
 
 
 def _functions(mod: tvm.IRModule) -> list[tvm.ir.GlobalVar]:
@@ -131,4 +138,14 @@ def partition(
 @register_pass("PartitionGemm", stage="fuse", options=PartitionGemmOptions)
 def PartitionGemm(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
     """Outline products with their transposes, packed weights and epilogues as "gemm" composites."""
-    return partition(mod, _ours, run.record, run.options.copy_views)
+    bits = run.options.activation_bits
+    if bits not in (0, 8, 16):
+        raise InputError(f"PartitionGemm: activation_bits={bits}: expected 0, 8 or 16")
+
+    def ours(view: FunctionView, match: GemmMatch) -> Region:
+        region = _ours(view, match)
+        if bits and region.attrs["quant"]:
+            region.attrs["quant"]["activation_bits"] = bits
+        return region
+
+    return partition(mod, ours, run.record, run.options.copy_views)

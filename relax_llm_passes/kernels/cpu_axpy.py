@@ -20,14 +20,14 @@ from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
 
-__all__ = ["STRIP", "emit_axpy", "emit_axpy_panels", "emit_axpy_rows", "strips_of"]
+__all__ = ["MAX_PARTS", "STRIP", "emit_axpy", "emit_axpy_panels", "emit_axpy_rows", "strips_of"]
 
 # Columns of a strip at most: 16 KiB of fp32 sums, half a small first-level cache.
 STRIP = 4096
 # Rows of the weight added up at a time.
 _DEPTH = 8
 # Rows that a core gets at least, and cores that share one strip at most.
-_MIN_ROWS, _MAX_PARTS = 64, 16
+_MIN_ROWS, MAX_PARTS = 64, 16
 
 
 def strips_of(n: Any, step: int, wanted: int) -> tuple[int, Any]:
@@ -44,7 +44,7 @@ def emit_axpy(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: 
     strip, strips = strips_of(n, lanes, -(-n // STRIP) if isinstance(n, int) else 1)
     parts = 1
     if isinstance(strips, int):
-        parts = max(1, min(-(-tiles.cores // strips), k // _MIN_ROWS, _MAX_PARTS))
+        parts = max(1, min(-(-tiles.cores // strips), k // _MIN_ROWS, MAX_PARTS))
     share = -(-k // parts)
     share = -(-share // _DEPTH) * _DEPTH
     padded = strips * strip

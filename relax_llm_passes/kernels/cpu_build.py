@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "local",
     "prefetch",
+    "reduce_lanes",
     "splat",
     "store",
     "workspace",
@@ -155,10 +156,15 @@ def choose(condition: Any, then: Callable[[], None], other: Callable[[], None]) 
 
 
 def add_lanes(vectors: Sequence[Any], lanes: int) -> Any:
-    """Return the vector whose lane j is the sum of vector j's lanes; takes `lanes` vectors.
+    """Return the vector whose lane j is the sum of vector j's lanes; takes `lanes` vectors."""
+    return reduce_lanes(vectors, lanes, lambda a, b: a + b)
 
-    A tree of shuffles: each level joins two vectors into one that holds the sums of their
-    neighbouring lanes.
+
+def reduce_lanes(vectors: Sequence[Any], lanes: int, join: Callable[[Any, Any], Any]) -> Any:
+    """Return the vector whose lane j joins the lanes of vector j; takes `lanes` vectors.
+
+    A tree of shuffles: each level makes two vectors one, which holds what their neighbouring lanes
+    give.
     """
     level = list(vectors)
     even = list(range(0, 2 * lanes, 2))
@@ -167,7 +173,7 @@ def add_lanes(vectors: Sequence[Any], lanes: int) -> Any:
         joined = []
         for a, b in zip(level[::2], level[1::2], strict=True):
             a, b = let(a), let(b)
-            joined.append(let(tirx.Shuffle([a, b], even) + tirx.Shuffle([a, b], odd)))
+            joined.append(let(join(tirx.Shuffle([a, b], even), tirx.Shuffle([a, b], odd))))
         level = joined
     return level[0]
 

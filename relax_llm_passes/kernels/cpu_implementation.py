@@ -49,12 +49,13 @@ def _quant(attrs: dict[str, Any]) -> QuantSpec:
     packed = str(attrs.get("packed_dtype", "uint32"))
     if bits not in (4, 8) or packed != "uint32":
         raise InputError(f"{bits}-bit weights in {packed}; CPU kernels have 4 and 8 in uint32")
-    if group % (32 // bits):
-        raise InputError(f"groups of {group}: a word would span two")
+    if group < 16 or group & (group - 1):
+        raise InputError(f"groups of {group}; CPU kernels have powers of two from 16 on")
     scale = str(attrs.get("scale_dtype", "float16"))
     if scale not in _FLOATS:
         raise InputError(f"scales in {scale}, expected one of {_FLOATS}")
-    return QuantSpec(bits, group, int(attrs["max_int"]), scale)
+    rounding = int(attrs.get("activation_bits", 0))
+    return QuantSpec(bits, group, int(attrs["max_int"]), scale, rounding)
 
 
 def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:

@@ -12,7 +12,7 @@ Sums are fp32 throughout: nothing is rounded to the weight's or the scale's type
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tvm import tirx
@@ -20,7 +20,9 @@ from tvm import tirx
 from .cpu_build import (
     T,
     add_lanes,
+    cast,
     ceil_div,
+    choose,
     divides,
     i64,
     let,
@@ -29,10 +31,11 @@ from .cpu_build import (
     prefetch,
     splat,
     store,
+    tasks,
     workspace,
 )
 from .cpu_gemv import emit_finish_tail
-from .cpu_quantized_int import integer_step
+from .cpu_quantized_int import activation_bits, integer_step
 from .cpu_spec import GemmSpec, QuantSpec
 from .cpu_tiles import CpuTiles
 from .cpu_weights import row_reader
@@ -41,17 +44,16 @@ __all__ = [
     "arrange",
     "emit_quantised_gemv",
     "field",
+    "group_order",
+    "load_in_order",
     "prefetch_words",
     "spread_scales",
-    "words_per_step",
 ]
-
-# Emits acc += one row's products over a step of words: (acc, row, first word).
-Step = Callable[[Any, Any, Any], None]
 
 # A step is too many instructions for the core to look far ahead, so that words are asked for this
 # many bytes before they are used: 1.3 times the speed of int4 on Zen 3, the same from 1.5 to 3 KiB.
 _PREFETCH_BYTES, _LINE_BYTES, _WORD_BYTES = 2048, 64, 4
+_STREAMS = 2
 
 
 def arrange(quant: QuantSpec, lanes: int, lhs: Any, k: int, words: int, m: Any) -> tuple[Any, Any]:
@@ -95,90 +97,143 @@ def prefetch_words(packed: Any, at: Any, words: int) -> None:
         prefetch(packed, ahead + line)
 
 
-def words_per_step(quant: QuantSpec, lanes: int) -> tuple[int, int]:
-    """Return (vectors, words) of a step: as many as share one vector of scales."""
-    group_words = quant.group // quant.per_word
-    vectors = max(1, lanes // max(1, lanes // group_words))
-    if group_words > lanes:
-        vectors *= group_words // lanes
-    return vectors, vectors * lanes
-
-
 def emit_quantised_gemv(
     spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any
 ) -> None:
     """Emit the product of one row; `lhs` is fp32."""
     quant = spec.quant
     assert quant is not None
-    lanes, n, k, per = tiles.lanes, spec.n, spec.k, quant.per_word
-    _, step_words = words_per_step(quant, lanes)
-    steps = k // (step_words * per)
-    done = steps * step_words * per
+    lanes, n, k = tiles.lanes, spec.n, spec.k
     read = row_reader(spec, buffers)
-    step = None
-    if steps:
-        integers = bool(tiles.dot16) and spec.lhs_dtype != "float32"
-        make = integer_step if integers else _float_step
-        step = make(quant, tiles, buffers, lhs, k, steps * step_words)
+    bits = activation_bits(quant, tiles, spec.lhs_dtype, k)
+    if bits:
+        steps, step = integer_step(quant, tiles, buffers, lhs, k, bits)
+        done = k // quant.group * quant.group
+    else:
+        steps, step = _float_step(quant, tiles, buffers, lhs, k)
+        done = steps * lanes * quant.group
+    blocks = ceil_div(n, lanes)
+    parts, streams, share = _streams(blocks, tiles.cores)
 
-    with T.parallel(i64(0), i64(ceil_div(n, lanes))) as group:
-        folded = local(lanes * lanes)
-        with T.serial(i64(0), i64(lanes)) as part:
-            row = group * lanes + part
-            row = let(tirx.min(row, i64(n - 1)) if not divides(lanes, n) else row)
-            acc = local(lanes)
-            store(acc, splat(0.0, lanes), 0, lanes)
-            if step is not None:
-                with T.serial(i64(0), i64(steps)) as i:
-                    at = let(i * step_words)
-                    prefetch_words(buffers["rhs_packed"], row * (-(-k // per)) + at, step_words)
-                    step(acc, row, at)
-            if k - done >= lanes:
-                with T.serial(i64(0), i64((k - done) // lanes)) as i:
-                    at = let(i * lanes + done)
-                    x = let(load(lhs, at, lanes))
-                    store(acc, load(acc, 0, lanes) + read(row, at, lanes) * x, 0, lanes)
-            store(folded, load(acc, 0, lanes), part * lanes, lanes)
-            if k % lanes:
-                with T.serial(i64(k // lanes * lanes), i64(k)) as at:
-                    slot = let(part * lanes)
-                    product = load(lhs, at) * read(row, at, 1)
-                    store(folded, load(folded, slot) + product, slot)
-        total = add_lanes([load(folded, j * lanes, lanes) for j in range(lanes)], lanes)
-        emit_finish_tail(spec, buffers, total, i64(0), let(group * lanes), lanes)
+    with tasks(i64(parts), n * k if isinstance(n, int) else None) as task:
+        folded = local(streams * lanes * lanes)
+        with T.serial(i64(0), i64(share)) as i:
+            own = [let((task * streams + c) * share + i) for c in range(streams)]
+            with T.serial(i64(0), i64(lanes)) as part:
+                rows = []
+                for block in own:
+                    row = block * lanes + part
+                    whole = divides(lanes, n) and parts * streams * share == blocks
+                    rows.append(let(row if whole else tirx.min(row, i64(n - 1))))
+                acc = local(streams * lanes)
+                for c in range(streams):
+                    store(acc, splat(0.0, lanes), c * lanes, lanes)
+                if steps:
+                    with T.serial(i64(0), i64(steps)) as number:
+                        step(acc, rows, number)
+                if k - done >= lanes:
+                    with T.serial(i64(0), i64((k - done) // lanes)) as j:
+                        at = let(j * lanes + done)
+                        x = let(load(lhs, at, lanes))
+                        for c, row in enumerate(rows):
+                            value = load(acc, c * lanes, lanes) + read(row, at, lanes) * x
+                            store(acc, value, c * lanes, lanes)
+                for c in range(streams):
+                    slot = let((c * lanes + part) * lanes)
+                    store(folded, load(acc, c * lanes, lanes), slot, lanes)
+                if k % lanes:
+                    with T.serial(i64(k // lanes * lanes), i64(k)) as at:
+                        for c, row in enumerate(rows):
+                            slot = let((c * lanes + part) * lanes)
+                            product = load(lhs, at) * read(row, at, 1)
+                            store(folded, load(folded, slot) + product, slot)
+            for c, block in enumerate(own):
+                vectors = [load(folded, (c * lanes + j) * lanes, lanes) for j in range(lanes)]
+                column = let(block * lanes)
+
+                def finish(vectors: list[Any] = vectors, column: Any = column) -> None:
+                    total = add_lanes(vectors, lanes)
+                    emit_finish_tail(spec, buffers, total, i64(0), column, lanes)
+
+                known = isinstance(blocks, int) and parts * streams * share == blocks
+                choose(True if known else column < n, finish, lambda: None)
+
+
+def _streams(blocks: Any, cores: int) -> tuple[int, int, Any]:
+    """Return (tasks, streams of a task, blocks of a stream), of `blocks` vectors of rows.
+
+    Each stream is one run of memory, and several of them keep more reads under way than one: 1.2
+    times the bandwidth on Zen 3. Runs of only a few short rows would lose more than that.
+    """
+    if not isinstance(blocks, int):
+        return cores, _STREAMS, ceil_div(blocks, cores * _STREAMS)
+    parts = max(1, min(cores, blocks))
+    streams = max(1, min(_STREAMS, blocks // parts))
+    return parts, streams, -(-blocks // (parts * streams))
 
 
 def _float_step(
-    quant: QuantSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any, k: int, words: int
-) -> Step:
-    """Return the code of a step with fp32 fields."""
+    quant: QuantSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any, k: int
+) -> tuple[int, Any]:
+    """Return steps of fp32 products and the code of one: `step(acc, rows, number)`."""
     lanes, per = tiles.lanes, quant.per_word
+    vectors = group_words = quant.group // per
+    step_words = vectors * lanes
     row_words, row_groups = -(-k // per), -(-k // quant.group)
-    group_words = quant.group // per
     packed, scales = buffers["rhs_packed"], buffers["rhs_scale"]
-    fields, starts = arrange(quant, lanes, lhs, k, words, 1)
-    vectors, step_words = words_per_step(quant, lanes)
+    steps = k // (step_words * per)
+    if not steps:
+        return 0, None
+    fields, starts = arrange(quant, lanes, lhs, k, steps * step_words, 1)
+    order = group_order(lanes, group_words)
 
-    def step(acc: Any, row: Any, first: Any) -> None:
-        count = step_words // group_words
-        group_scales = let(load(scales, row * row_groups + first // group_words, count))
-        for v in range(vectors):
-            at = let(first + v * lanes)
-            word = let(load(packed, row * row_words + at, lanes, "uint32"))
-            # Two sums: one alone would wait for each multiply-add in turn.
-            sums = [let(load(starts, at, lanes)), None]
-            for j in range(per):
-                product = field(quant, lanes, word, j) * load(fields, at * per + j * lanes, lanes)
-                sums[j % 2] = let(product if sums[j % 2] is None else sums[j % 2] + product)
-            scale = spread_scales(group_scales, count, v, lanes, group_words)
-            store(acc, load(acc, 0, lanes) + scale * (sums[0] + sums[1]), 0, lanes)
+    def step(acc: Any, rows: list[Any], number: Any) -> None:
+        for c, row in enumerate(rows):
+            first = let(row * row_words + number * step_words)
+            prefetch_words(packed, first, step_words)
+            scale = let(load_in_order(scales, row * row_groups + number * lanes, order))
+            total = load(acc, c * lanes, lanes)
+            for v in range(vectors):
+                at = number * step_words + v * lanes
+                word = let(load(packed, first + v * lanes, lanes, "uint32"))
+                # Two sums: one alone would wait for each multiply-add in turn.
+                sums = [let(load(starts, at, lanes)), None]
+                for j in range(per):
+                    x = load(fields, at * per + j * lanes, lanes)
+                    product = field(quant, lanes, word, j) * x
+                    sums[j % 2] = let(product if sums[j % 2] is None else sums[j % 2] + product)
+                spread = spread_scales(scale, order, v, lanes, group_words)
+                total = let(total + spread * (sums[0] + sums[1]))
+            store(acc, total, c * lanes, lanes)
 
-    return step
+    return steps, step
 
 
-def spread_scales(scales: Any, count: int, vector: int, lanes: int, group_words: int) -> Any:
-    """Return, for each word of a vector, its group's entry of a vector of `count` scales."""
-    pick = [(vector * lanes + lane) // group_words for lane in range(lanes)]
-    if count == 1:
-        return splat(scales, lanes)
+def group_order(lanes: int, group_words: int) -> list[int]:
+    """Return the order in which the scales of `lanes` groups are held.
+
+    With groups of 4 words, so that each 128-bit part of a vector of words finds its scale in the
+    same part of the scales: then a cheap instruction spreads it.
+    """
+    if group_words != 4:
+        return list(range(lanes))
+    parts = lanes // 4
+    return [v * parts + part for part in range(parts) for v in range(4)]
+
+
+def load_in_order(scales: Any, at: Any, order: list[int]) -> Any:
+    """Load neighbouring scales as fp32, in this order."""
+    lanes = len(order)
+    if order == list(range(lanes)):
+        return load(scales, at, lanes)
+    if str(scales.dtype) == "bfloat16":
+        return tirx.Shuffle([let(load(scales, at, lanes))], order)
+    # Before they are converted: there are half as many bytes to move.
+    value = load(scales, at, lanes, str(scales.dtype))
+    return cast(tirx.Shuffle([let(value)], order), "float32", lanes)
+
+
+def spread_scales(scales: Any, order: list[int], vector: int, lanes: int, group_words: int) -> Any:
+    """Return, for each word of a vector, its group's entry of a vector of scales in `order`."""
+    pick = [order.index((vector * lanes + lane) // group_words) for lane in range(lanes)]
     return tirx.Shuffle([scales], pick)

@@ -30,13 +30,14 @@ from .cpu_build import (
 )
 from .cpu_gemv import emit_finish_tail
 from .cpu_quantized import field
+from .cpu_quantized_lines import emit_quantised_lines
 from .cpu_spec import GemmSpec, QuantSpec
 from .cpu_tiles import CpuTiles
 
 __all__ = ["emit_quantised_columns"]
 
-# Vectors of columns that share a broadcast of the left operand, for one row and for several.
-_VECTORS_ONE, _VECTORS_ROWS = 4, 2
+# Vectors of columns that share a broadcast of the left operand.
+_VECTORS = 2
 # Rows of the left operand at a time.
 _ROWS = 4
 
@@ -69,12 +70,15 @@ def emit_quantised_columns(
     """Emit the product of `m` rows, an int or an expression; `lhs` is fp32."""
     quant = spec.quant
     assert quant is not None
+    if isinstance(m, int) and m == 1:
+        emit_quantised_lines(spec, tiles, buffers, lhs)
+        return
     lanes, n, k, per = tiles.lanes, spec.n, spec.k, quant.per_word
     groups, words = -(-k // quant.group), -(-k // per)
     group_words = quant.group // per
     packed, scales = buffers["rhs_packed"], buffers["rhs_scale"]
     rows = min(_ROWS, m) if isinstance(m, int) else _ROWS
-    together = _VECTORS_ONE if rows == 1 else _VECTORS_ROWS
+    together = _VECTORS
     wanted = 1
     if isinstance(n, int):
         wanted = max(-(-n // STRIP), min(tiles.cores, max(1, n // (together * lanes))))
@@ -95,7 +99,7 @@ def emit_quantised_columns(
             start = let(line * n + column + at)
             found = [let(load(packed, start + v * width, width, "uint32")) for v in range(size)]
             for v in range(0, size * width * 4, 64):
-                prefetch(packed, start + 2 * n + v // 4)
+                prefetch(packed, start + group_words * n + v // 4)
             for j in range(per):
                 fields = [let(field(quant, width, word, j)) for word in found]
                 for i, r in enumerate(left):

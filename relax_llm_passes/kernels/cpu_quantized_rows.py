@@ -14,7 +14,14 @@ from tvm import tirx
 
 from .cpu_build import T, add_lanes, ceil_div, divides, i64, let, load, local, splat, store
 from .cpu_gemv import emit_finish_tail
-from .cpu_quantized import arrange, field, prefetch_words, spread_scales, words_per_step
+from .cpu_quantized import (
+    arrange,
+    field,
+    group_order,
+    load_in_order,
+    prefetch_words,
+    spread_scales,
+)
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
 from .cpu_weights import row_reader
@@ -32,11 +39,12 @@ def emit_quantised_rows(
     quant = spec.quant
     assert quant is not None
     lanes, n, k, per = tiles.lanes, spec.n, spec.k, quant.per_word
-    vectors, step_words = words_per_step(quant, lanes)
+    vectors = group_words = quant.group // per
+    step_words = vectors * lanes
     steps = k // (step_words * per)
     done, words = steps * step_words * per, steps * step_words
     row_words, row_groups = -(-k // per), -(-k // quant.group)
-    group_words = quant.group // per
+    order = group_order(lanes, group_words)
     packed, scales = buffers["rhs_packed"], buffers["rhs_scale"]
     read = row_reader(spec, buffers)
     rows = min(_ROWS, m) if isinstance(m, int) else _ROWS
@@ -44,8 +52,7 @@ def emit_quantised_rows(
         fields, starts = arrange(quant, lanes, lhs, k, words, m)
 
     def step(acc: Any, left: list[Any], row: Any, first: Any) -> None:
-        count = step_words // group_words
-        group_scales = let(load(scales, row * row_groups + first // group_words, count))
+        group_scales = let(load_in_order(scales, row * row_groups + first // group_words, order))
         for v in range(vectors):
             at = let(first + v * lanes)
             word = let(load(packed, row * row_words + at, lanes, "uint32"))
@@ -55,7 +62,7 @@ def emit_quantised_rows(
                 for i, r in enumerate(left):
                     x = load(fields, (r * words + at) * per + j * lanes, lanes)
                     sums[i] = let(sums[i] + weight * x)
-            scale = let(spread_scales(group_scales, count, v, lanes, group_words))
+            scale = let(spread_scales(group_scales, order, v, lanes, group_words))
             for i, total in enumerate(sums):
                 store(acc, load(acc, i * lanes, lanes) + scale * total, i * lanes, lanes)
 

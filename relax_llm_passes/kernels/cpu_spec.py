@@ -26,12 +26,16 @@ class QuantSpec:
         What is subtracted (7 and 127 in mlc-llm's formats).
     scale_dtype : str
         Dtype of the scales.
+    activation_bits : int
+        16 or 8 allow to round the left operand to integers of so many bits, with a scale for each
+        group; 0 allows no more than its own type's precision.
     """
 
     bits: int
     group: int
     offset: int
     scale_dtype: str = "float16"
+    activation_bits: int = 0
 
     @property
     def per_word(self) -> int:
@@ -116,6 +120,8 @@ class GemmSpec:
         form = self.layout
         if self.quant is not None:
             form += f"_q{self.quant.bits}g{self.quant.group}"
+            if self.quant.activation_bits:
+                form += f"a{self.quant.activation_bits}"
         types = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
         dtypes = "_".join(types.get(d, d) for d in (self.lhs_dtype, self.rhs_dtype, self.out_dtype))
         return f"gemm_{form}_{lead}_{self.n}_{self.k}_{dtypes}{steps}"

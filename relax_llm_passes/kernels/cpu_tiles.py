@@ -31,8 +31,9 @@ class CpuTiles:
         of one (measured on Zen 3).
     cores : int
         Threads to cut work for.
-    dot16 : str
-        LLVM's name of the instruction that multiplies vectors of int16 and adds neighbours, or "".
+    dot16, dot8 : str
+        LLVM's names of the instructions that multiply vectors of int16, and of uint8 by int8, and
+        add neighbours, or "".
     """
 
     lanes: int
@@ -43,6 +44,7 @@ class CpuTiles:
     streams: int
     cores: int
     dot16: str = ""
+    dot8: str = ""
 
     @property
     def columns(self) -> int:
@@ -72,15 +74,24 @@ def cpu_tiles(target: tvm.target.Target) -> CpuTiles:
         dot_columns=4,
         streams=8,
         cores=num_threads(target),
-        dot16=_dot16(target, lanes),
+        dot16=_instruction(target, _DOT16.get(lanes)),
+        dot8=_instruction(target, _DOT8.get(lanes)),
     )
 
 
-def _dot16(target: tvm.target.Target, lanes: int) -> str:
-    name, feature = {
-        4: ("llvm.x86.sse2.pmadd.wd", "sse2"),
-        8: ("llvm.x86.avx2.pmadd.wd", "avx2"),
-        16: ("llvm.x86.avx512.pmaddw.d.512", "avx512bw"),
-    }.get(lanes, ("", ""))
+# By lanes of fp32: the intrinsic and the processor's feature that has it.
+_DOT16 = {
+    4: ("llvm.x86.sse2.pmadd.wd", "sse2"),
+    8: ("llvm.x86.avx2.pmadd.wd", "avx2"),
+    16: ("llvm.x86.avx512.pmaddw.d.512", "avx512bw"),
+}
+_DOT8 = {
+    4: ("llvm.x86.ssse3.pmadd.ub.sw.128", "ssse3"),
+    8: ("llvm.x86.avx2.pmadd.ub.sw", "avx2"),
+    16: ("llvm.x86.avx512.pmaddubs.w.512", "avx512bw"),
+}
+
+
+def _instruction(target: tvm.target.Target, found: tuple[str, str] | None) -> str:
     has = tvm.get_global_func("target.target_has_feature", allow_missing=True)
-    return name if name and has is not None and has(feature, target) else ""
+    return found[0] if found and has is not None and has(found[1], target) else ""

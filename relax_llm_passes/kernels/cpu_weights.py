@@ -11,7 +11,7 @@ from .cpu_build import T, cast, choose, divides, i64, let, load, splat, store
 from .cpu_spec import GemmSpec, QuantSpec
 from .cpu_tiles import CpuTiles
 
-__all__ = ["pack_panels", "row_reader", "transpose"]
+__all__ = ["column_reader", "pack_panels", "row_reader", "transpose"]
 
 RowReader = Callable[[Any, Any, int], Any]
 
@@ -63,7 +63,7 @@ def _quantised_reader(spec: GemmSpec, quant: QuantSpec, buffers: Mapping[str, An
     return read
 
 
-def _column_reader(spec: GemmSpec, buffers: Mapping[str, Any]) -> RowReader:
+def column_reader(spec: GemmSpec, buffers: Mapping[str, Any]) -> RowReader:
     """Return `read(k, column, lanes)`: fp32 values of neighbouring columns of a (K, N) weight."""
     n, quant = spec.n, spec.quant
     if quant is None:
@@ -213,7 +213,7 @@ def _copy_columns(
 ) -> None:
     """Copy row by row of the weight, so that all panels of a row are one run of memory."""
     columns, lanes, n = tiles.columns, tiles.lanes, spec.n
-    read = _column_reader(spec, buffers)
+    read = column_reader(spec, buffers)
     first = let(panel * columns)
 
     def at(p: Any, k: Any) -> Any:

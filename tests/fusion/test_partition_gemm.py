@@ -13,6 +13,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from relax_llm_passes import get_pass, report
+from relax_llm_passes.errors import InputError
 from relax_llm_passes.fusion.partition_gemm import PartitionGemm
 from relax_llm_passes.lower import composites
 from relax_llm_passes.outline import inline
@@ -225,6 +226,31 @@ def test_a_packed_weight_is_inside_with_its_function():
     (composite,) = composites(new).values()
     assert sorted(composite.roles) == ["epi0", "lhs", "rhs_packed", "rhs_scale"]
     assert "call_tir" not in new["main"].script()
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_activation_bits_are_for_packed_weights_only(bits):
+    options = {"activation_bits": bits} if bits else {}
+    mod = get_pass("PartitionGemm", **options)(quantised())
+    (composite,) = composites(mod).values()
+    assert composite.attrs["quant"].get("activation_bits", 0) == bits
+
+
+def test_activation_bits_reach_the_kernel():
+    import relax_llm_passes
+
+    target = relax_llm_passes.parse_target("llvm -mcpu=haswell")
+    for bits, names in ((0, ["q4g32_"]), (8, ["q4g32a8_"])):
+        pipeline = relax_llm_passes.default_pipeline(
+            target, options={"PartitionGemm": {"activation_bits": bits}}
+        )
+        kernels = [g.name_hint for g in pipeline(quantised()).functions if "gemm" in g.name_hint]
+        assert kernels and all(any(n in k for n in names) for k in kernels)
+
+
+def test_other_activation_bits_are_refused():
+    with pytest.raises(InputError, match="expected 0, 8 or 16"):
+        get_pass("PartitionGemm", activation_bits=4)(quantised())
 
 
 def _with_aliases(mod):

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from relax_llm_passes.kernels.cpu_epilogue import Epilogue
 from relax_llm_passes.kernels.cpu_spec import GemmSpec, QuantSpec
@@ -32,6 +34,22 @@ def quantise(weight: np.ndarray, quant: QuantSpec) -> tuple[np.ndarray, np.ndarr
     return packed, scale, (value * wide(scale)[..., None]).reshape(n, -1)[:, :k]
 
 
+def activation_rounding(spec: GemmSpec, lhs: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Return the documented bound: half a step of each group's largest left value, times |w|."""
+    quant = spec.quant
+    asked = quant.activation_bits
+    if spec.lhs_dtype == "float32" and not asked:
+        return np.zeros(1)
+    # 16 bits: steps of a power of two, up to 2 / 2^16 of the largest.
+    step = 1 / 127 if asked == 8 and quant.bits == 4 else 2.0**-14
+    total = np.zeros((lhs.shape[0], value.shape[0]))
+    for first in range(0, spec.k, quant.group):
+        part = slice(first, first + quant.group)
+        largest = np.abs(wide(lhs[:, part])).max(1, keepdims=True)
+        total += step / 2 * largest * np.abs(value[:, part]).sum(1)
+    return total
+
+
 def check(case: Case, m: int, n: int | None = None) -> None:
     spec, rng = case.spec, np.random.default_rng(m)
     if n is not None:
@@ -43,9 +61,7 @@ def check(case: Case, m: int, n: int | None = None) -> None:
     if spec.layout == "KN":
         weight = [np.ascontiguousarray(part.T) for part in weight]
     got = case.call((m,), lhs, weight, [], n=n)
-    # The integer path rounds a 16-bit left operand to 2^-16 of its group's largest value, at most
-    # 4 here, for weights of about 1.
-    rounding = 4 * 2.0**-16 * np.abs(value).sum(1) if spec.lhs_dtype != "float32" else 0.0
+    rounding = activation_rounding(spec, lhs, value) if m == 1 else 0.0
     # The dequantised weights' offset is subtracted from larger sums: offset / 2 times the terms.
     bound = ROUNDING[spec.out_dtype] * np.abs(want) + 2.0**-20 * (size + 1) + rounding
     assert (np.abs(got - want) <= bound).all(), np.abs(got - want).max()
@@ -77,6 +93,76 @@ def test_symbolic_columns(layout: str) -> None:
     for m in (1, 3, 9):
         for n in (1, 33, 200):
             check(case, m, n)
+
+
+@pytest.mark.parametrize("layout", ["NK", "KN"])
+@pytest.mark.parametrize("bits, offset", [(4, 7), (8, 127)])
+@pytest.mark.parametrize("asked", [8, 16])
+def test_rounded_left_operand(layout: str, bits: int, offset: int, asked: int) -> None:
+    quant = QuantSpec(bits, 32, offset, activation_bits=asked)
+    # 17 groups: no whole number of steps of 4, 8 or 16.
+    spec = GemmSpec((1,), 37, 17 * 32 + 9, layout, "float32", "uint32", "float32", quant=quant)
+    check(Case(spec), 1)
+
+
+def test_rounding_is_that_of_eight_bits() -> None:
+    """The option does something: more is lost than with 16 bits, within its bound."""
+    errors = []
+    for asked in (8, 16):
+        quant = QuantSpec(4, 32, 7, activation_bits=asked)
+        spec = GemmSpec((1,), 64, 512, "NK", "float32", "uint32", "float32", quant=quant)
+        rng = np.random.default_rng(3)
+        packed, scale, value = quantise(rng.standard_normal((64, 512)), quant)
+        lhs = random(rng, (1, 512), "float32")
+        got = Case(spec).call((1,), lhs, [packed, scale], [])
+        errors.append(np.abs(got - wide(lhs) @ value.T).max())
+    assert errors[0] > 20 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_largest_and_smallest_left_values(dtype: str) -> None:
+    """Groups of zeros, tiny and huge values keep their own scales."""
+    quant = QuantSpec(4, 32, 7, "float32", activation_bits=16)
+    spec = GemmSpec((1,), 16, 512, "NK", dtype, "uint32", "float32", quant=quant)
+    rng = np.random.default_rng(0)
+    packed, scale, value = quantise(rng.standard_normal((16, 512)), quant)
+    case = Case(spec)
+    for size in (0.0, 1e-30, 1e-38, 1e30):
+        lhs = (rng.standard_normal((1, 512)) * size).astype(random(rng, (1,), dtype).dtype)
+        got = case.call((1,), lhs, [packed, scale.astype("float32")], [])
+        want = wide(lhs) @ value.T
+        # 2^-102 is the smallest step.
+        bound = (
+            activation_rounding(spec, lhs, value) + 2.0**-20 * np.abs(wide(lhs)) @ np.abs(value).T
+        )
+        assert (np.abs(got - want) <= bound + 2.0**-102 * np.abs(value).sum(1)).all()
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    n=st.integers(1, 90),
+    k=st.integers(1, 700),
+    layout=st.sampled_from(["NK", "KN"]),
+    form=st.sampled_from([(4, 7), (8, 127)]),
+    group=st.sampled_from([16, 32, 64, 128]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    asked=st.sampled_from([0, 8, 16]),
+    rows=st.lists(st.integers(1, 20), min_size=1, max_size=2),
+)
+def test_any_product(
+    n: int,
+    k: int,
+    layout: str,
+    form: tuple[int, int],
+    group: int,
+    dtype: str,
+    asked: int,
+    rows: list[int],
+) -> None:
+    quant = QuantSpec(form[0], group, form[1], activation_bits=asked)
+    case = Case(GemmSpec(("m",), n, k, layout, dtype, "uint32", dtype, quant=quant))
+    for m in rows:
+        check(case, m)
 
 
 @pytest.mark.parametrize("k", [5, 32, 264])
