@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="execute the generated CUDA code on the CPU and print its counters",
     )
     parser.add_argument(
+        "--cuda-checks",
+        metavar="NAMES",
+        help="with --cuda: all, none, or names with commas of bounds, races, uninitialised, "
+        "poison, divergence; -NAME leaves one out (default: $RELAX_LLM_CUDA_CHECKS, else all)",
+    )
+    parser.add_argument(
         "--no-upstream",
         action="store_true",
         help="with --cuda: leave out the comparison with TVM's default pipeline",
@@ -150,7 +156,14 @@ def explain_cuda(args: argparse.Namespace) -> int:
     inputs = random_arguments(functions[name], sizes)
     if sizes:
         print("sizes: " + ", ".join(f"{k}={v}" for k, v in sizes.items()))
-    found = execute(mod, inputs, pipeline.target, function=name, relax_pipeline=pipeline)
+    found = execute(
+        mod,
+        inputs,
+        pipeline.target,
+        function=name,
+        relax_pipeline=pipeline,
+        checks=args.cuda_checks or True,
+    )
     print(found.to_text())
     if not args.no_upstream:
         from tvm import relax

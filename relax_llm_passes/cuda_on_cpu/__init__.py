@@ -14,6 +14,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "CHECKS": "checks",
     "CheckError": "harness",
     "Compared": "compare",
     "Config": "harness",
@@ -37,6 +38,7 @@ _HOME = {
     "run_module": "harness",
     "run_primfunc": "harness",
     "totals": "counters",
+    "use_checks": "checks",
     "why_not": "availability",
 }
 

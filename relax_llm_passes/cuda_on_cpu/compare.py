@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .explain import explain_cuda
+from .explain import explain_cuda, launch_table
 
 __all__ = ["Compared", "compare_pipelines", "comparison_table"]
 
@@ -25,6 +25,8 @@ class Compared:
         Whether the outputs are those expected; None when nobody said.
     failed : str
         Why there is no row, when there is none.
+    kernels : str
+        One line per kernel, as text.
     """
 
     module: str
@@ -32,6 +34,7 @@ class Compared:
     totals: dict[str, Any] = field(default_factory=dict)
     equal: bool | None = None
     failed: str = ""
+    kernels: str = ""
 
 
 def compare_pipelines(
@@ -76,16 +79,18 @@ def compare_pipelines(
             rows.append(Compared(name, pipeline, failed=f"{type(e).__name__}: {text[:160]}"))
             continue
         equal = check(found.result.outputs) if check else None
-        rows.append(Compared(name, pipeline, found.totals, equal))
+        kernels = launch_table(found.result.stats)
+        rows.append(Compared(name, pipeline, found.totals, equal, kernels=kernels))
     return rows
 
 
-_HEADER = ("graph", "pipeline", "launches", "barriers", "bytes", "requested", "equal")
+_HEADER = ("graph", "pipeline", "launches", "barriers", "bytes", "requested", "lanes", "conflicts",
+           "equal")  # fmt: skip
 
 
 def _cells(row: Compared) -> tuple[str, ...]:
     if row.failed:
-        return (row.module, row.pipeline, row.failed, "", "", "", "")
+        return (row.module, row.pipeline, row.failed, *[""] * 6)
     t = row.totals
     sectors = 32 * (t["global_read_sectors"] + t["global_write_sectors"])
     return (
@@ -95,6 +100,8 @@ def _cells(row: Compared) -> tuple[str, ...]:
         str(t["barriers"]),
         f"{t['bytes_over_minimum']:.2f}",
         f"{sectors / t['least_bytes']:.2f}",
+        f"{100 * t['lane_use']:.0f}",
+        f"{t['conflicts']:.2f}",
         "-" if row.equal is None else "yes" if row.equal else "NO",
     )
 
@@ -104,7 +111,9 @@ def comparison_table(rows: Sequence[Compared], markdown: bool = False) -> str:
 
     ``bytes`` is global memory that each launch touches, summed, over the minimum: inputs and
     outputs of the whole function, each once. ``requested`` counts what the warps ask of the caches,
-    in sectors of 32 bytes, over the same minimum.
+    in sectors of 32 bytes, over the same minimum; ``lanes`` is the share of a warp's lanes that
+    take part in its memory accesses, in percent; ``conflicts`` extra cycles per access to shared
+    memory.
     """
     cells = [_HEADER, *(_cells(r) for r in rows)]
     if markdown:

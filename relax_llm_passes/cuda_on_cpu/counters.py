@@ -176,15 +176,19 @@ def totals(launches: Iterable[LaunchStats], least_bytes: int = 0) -> dict[str, A
     Returns
     -------
     dict
-        launches, blocks, barriers, the byte counts, bank_conflicts.
+        launches, blocks, barriers, the byte counts, bank_conflicts, and of all memory accesses
+        together ``lane_use`` and ``conflicts`` (extra cycles per access to shared memory).
     """
     launches = list(launches)
     names = ("barriers", "global_read", "global_written", "global_read_unique",
              "global_written_unique", "global_read_sectors", "global_write_sectors",
-             "shared_read", "shared_written", "bank_conflicts", "atomics")  # fmt: skip
+             "shared_read", "shared_written", "shared_accesses", "bank_conflicts",
+             "warp_accesses", "lane_accesses", "atomics")  # fmt: skip
     result: dict[str, Any] = {n: sum(getattr(x, n) for x in launches) for n in names}
     result["launches"] = len(launches)
     result["blocks"] = sum(x.blocks for x in launches)
+    result["lane_use"] = result["lane_accesses"] / max(1, 32 * result["warp_accesses"])
+    result["conflicts"] = result["bank_conflicts"] / max(1, result["shared_accesses"])
     if least_bytes:
         moved = result["global_read_unique"] + result["global_written_unique"]
         result["least_bytes"] = least_bytes

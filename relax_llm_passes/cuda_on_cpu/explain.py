@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from .checks import choose_checks
 from .counters import LaunchStats, totals
-from .harness import RunResult, run_module
+from .harness import Choice, RunResult, run_module
 
 __all__ = ["CudaExplanation", "explain_cuda", "launch_table"]
 
@@ -120,7 +121,7 @@ def explain_cuda(
     *,
     function: str = "main",
     relax_pipeline: Any = None,
-    checks: bool = True,
+    checks: Choice = True,
 ) -> CudaExplanation:
     """Execute a module for CUDA once on the CPU and count what each launch costs.
 
@@ -133,8 +134,9 @@ def explain_cuda(
         As for :func:`~relax_llm_passes.cuda_on_cpu.run_module`.
     target, function, relax_pipeline
         As for :func:`~relax_llm_passes.cuda_on_cpu.run_module`.
-    checks : bool
-        Also look for data races and uninitialised reads (bounds are always checked).
+    checks : bool, str or iterable of str
+        As for :func:`~relax_llm_passes.cuda_on_cpu.run_module`; counters and bounds are there
+        whatever it says.
 
     Returns
     -------
@@ -149,7 +151,6 @@ def explain_cuda(
         relax_pipeline=relax_pipeline,
         orders=1,
         strict=False,
-        races=checks,
-        uninitialised=checks,
+        checks=choose_checks(checks) | {"counters", "bounds"},
     )
     return CudaExplanation(result, _bytes_of(list(inputs)) + _bytes_of(result.outputs))

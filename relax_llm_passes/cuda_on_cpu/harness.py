@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,11 +12,14 @@ import numpy as np
 
 from ..errors import InputError, RelaxLLMError
 from .build import build_kernels
+from .checks import choose_checks, settings
 from .counters import Finding, LaunchStats, parse_findings, parse_launches
 from .preload import driver
 
 __all__ = ["CheckError", "Config", "RunResult", "configure", "cuda_target", "findings", "install",
            "launches", "run_module", "run_primfunc"]  # fmt: skip
+
+Choice = bool | str | Iterable[str]  # of checks
 
 _MAGIC = b"RELAXLLM-CUDA-SOURCE\n"
 _ORDERS = {"ascending": 0, "descending": 1, "random": 2}
@@ -37,11 +40,16 @@ class Config:
     seed : int
         Of the random order.
     checks : bool
-        Run the instrumented build: bounds, alignment, races, byte counts.
-    races, uninitialised : bool
-        With checks: look for data races, for reads of shared memory that nobody wrote.
+        Run the instrumented build, which sees every load and store: alignment, byte counts.
+    bounds, races, uninitialised : bool
+        With checks: look for accesses outside of memory, data races, reads of shared memory that
+        nobody wrote. What would end the process is always found.
     access_groups : bool
         With checks: count sectors, bank conflicts and lanes.
+    poison : bool
+        Memory that nobody wrote reads as NaN, else as zero.
+    divergence : bool
+        Barriers and warp operations that some of their threads do not reach are findings.
     lockstep : bool
         Run volatile accesses in warp lockstep, as GPUs before Volta did; implies checks. Code that
         needs it is wrong on newer GPUs.
@@ -52,9 +60,12 @@ class Config:
     order: str = "ascending"
     seed: int = 1
     checks: bool = False
+    bounds: bool = True
     races: bool = True
     uninitialised: bool = True
     access_groups: bool = True
+    poison: bool = True
+    divergence: bool = True
     lockstep: bool = False
     max_shared_bytes: int = 232448
 
@@ -121,16 +132,12 @@ def configure(config: Config | None = None, **changes: Any) -> Config:
     config = replace(config or Config(), **changes)
     if config.order not in _ORDERS:
         raise InputError(f"order {config.order!r}: expected one of {sorted(_ORDERS)}")
-    driver().emu_configure(
-        _ORDERS[config.order],
-        config.seed,
-        config.checks or config.lockstep,
-        config.races,
-        config.uninitialised,
-        config.access_groups,
-        config.lockstep,
-        config.max_shared_bytes,
-    )
+    # As runtime/control.cc reads them.
+    switches = (config.checks or config.lockstep, config.bounds, config.races,
+                config.uninitialised, config.access_groups, config.poison, config.divergence,
+                config.lockstep)  # fmt: skip
+    bits = sum(on << i for i, on in enumerate(switches))
+    driver().emu_configure(_ORDERS[config.order], config.seed, bits, config.max_shared_bytes)
     return config
 
 
@@ -219,13 +226,14 @@ def _different(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _run_in_orders(
-    run: Any, orders: int, checks: bool, strict: bool, config: Mapping[str, Any]
+    run: Any, orders: int, checks: Choice, strict: bool, config: Mapping[str, Any]
 ) -> RunResult:
     """Run once per order; the first run carries the checks and counters."""
     result = RunResult([])
-    for i, (order, seed) in enumerate(_orders(orders)):
-        checked = checks and i == 0
-        configure(order=order, seed=seed, **{"checks": checked, **config})
+    names = choose_checks(checks)
+    for i, (order, seed) in enumerate(_orders(orders if "order" in names else 1)):
+        chosen = settings(names) | {"order": order, "seed": seed}
+        configure(**{**chosen, "checks": chosen["checks"] and i == 0, **config})
         findings(), launches()
         try:
             outputs = [_to_numpy(v) for v in _flatten(run())]
@@ -261,7 +269,7 @@ def run_module(
     function: str = "main",
     relax_pipeline: Any = None,
     orders: int = 5,
-    checks: bool = True,
+    checks: Choice = True,
     strict: bool = True,
     **config: Any,
 ) -> RunResult:
@@ -281,8 +289,10 @@ def run_module(
     orders : int
         Number of thread orders: ascending, descending, then random ones. Outputs must be equal
         bit by bit (not so for kernels that add floats with atomics: use ``orders=1``).
-    checks : bool
-        Run the first order instrumented: bounds, races, divergence, counters.
+    checks : bool, str or iterable of str
+        True: all (or those that the test's marker, pytest's option or the environment name; see
+        ``checks.py``), the first order in an instrumented build. False: the plain build only.
+        Names with commas: "races,bounds", "-order", "none".
     strict : bool
         Raise on the first finding; else they are in the result's ``report``.
     **config
@@ -324,7 +334,7 @@ def run_primfunc(
     target: Any = None,
     *,
     orders: int = 5,
-    checks: bool = True,
+    checks: Choice = True,
     strict: bool = True,
     **config: Any,
 ) -> RunResult:

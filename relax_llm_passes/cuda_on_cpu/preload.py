@@ -71,7 +71,7 @@ def driver() -> ctypes.CDLL:
 
 def _declare(lib: ctypes.CDLL) -> None:
     lib.emu_configure.argtypes = [
-        ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int] * 5, ctypes.c_uint,
+        ctypes.c_int, ctypes.c_uint64, ctypes.c_uint, ctypes.c_uint,
     ]  # fmt: skip
     lib.emu_configure.restype = None
     for name in ("emu_take_findings", "emu_take_launches", "emu_last_error"):

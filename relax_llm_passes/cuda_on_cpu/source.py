@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RelaxLLMError
+from .checks import choose_checks, settings
 from .harness import _MAGIC, RunResult, configure, findings, install, launches
 from .preload import driver
 
@@ -60,7 +61,8 @@ def run_cuda_source(
     arch : int
         ``__CUDA_ARCH__``.
     **config
-        Fields of :class:`~relax_llm_passes.cuda_on_cpu.Config`; ``checks`` is on by default.
+        Fields of :class:`~relax_llm_passes.cuda_on_cpu.Config`; ``checks`` as in
+        :func:`~relax_llm_passes.cuda_on_cpu.run_module`.
 
     Returns
     -------
@@ -74,7 +76,8 @@ def run_cuda_source(
         getattr(lib, name).restype = ctypes.c_void_p
         getattr(lib, name).argtypes = [ctypes.c_size_t]
     lib.emu_device_free.argtypes = [ctypes.c_void_p]
-    configure(**{"checks": True, **config})
+    chosen = settings(choose_checks(config.pop("checks", True)))
+    configure(**{**chosen, **config})
     findings(), launches()
 
     module, function = ctypes.c_void_p(), ctypes.c_void_p()

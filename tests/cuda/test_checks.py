@@ -5,6 +5,8 @@ import pytest
 
 from relax_llm_passes.cuda_on_cpu import run_cuda_source
 
+# Whatever option or variable says.
+pytestmark = pytest.mark.cuda_checks("all")
 rng = np.random.default_rng(3)
 
 

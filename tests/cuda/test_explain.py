@@ -43,7 +43,8 @@ def test_explain_compares_with_tvm(tmp_path, capsys):
 
 def row(**options):
     totals = {"launches": 3, "barriers": 7, "bytes_over_minimum": 1.5, "least_bytes": 64,
-              "global_read_sectors": 4, "global_write_sectors": 2}  # fmt: skip
+              "global_read_sectors": 4, "global_write_sectors": 2, "lane_use": 0.5,
+              "conflicts": 0.25}  # fmt: skip
     return Compared("g", "p", totals, **options)
 
 
@@ -51,12 +52,12 @@ def test_the_table_says_what_failed_and_what_differs():
     rows = [row(equal=True), row(equal=False), Compared("g", "q", failed="Error: why")]
     text = comparison_table(rows)
     assert [line.split() for line in text.splitlines()][1:] == [
-        ["g", "p", "3", "7", "1.50", "3.00", "yes"],
-        ["g", "p", "3", "7", "1.50", "3.00", "NO"],
+        ["g", "p", "3", "7", "1.50", "3.00", "50", "0.25", "yes"],
+        ["g", "p", "3", "7", "1.50", "3.00", "50", "0.25", "NO"],
         ["g", "q", "Error:", "why"],
     ]
     markdown = comparison_table(rows, markdown=True).splitlines()
-    assert markdown[1].startswith("| --- |") and all(line.count("|") == 8 for line in markdown)
+    assert markdown[1].startswith("| --- |") and all(line.count("|") == 10 for line in markdown)
 
 
 def test_the_readme_keeps_its_place_for_the_table(tmp_path, monkeypatch):

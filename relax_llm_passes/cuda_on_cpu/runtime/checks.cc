@@ -64,6 +64,12 @@ struct Place {
   size_t size;  // of the region, to cap the last granule
 };
 
+// An access far from all memory always ends the launch: it would end the process.
+static void outside_of_memory(const std::string& what, bool far, void* instruction) {
+  if (config.bounds || far) finding_at("out-of-bounds", what, instruction);
+  if (far) abandon_launch();
+}
+
 static void update(const Place& place, void* p, size_t n, bool write, bool atomic,
                    void* instruction) {
   Fiber* f = running();
@@ -145,8 +151,9 @@ void check_access(void* address, size_t n, bool write, bool atomic, void* instru
     place = {static_shared.shadow, (size_t)(p - static_shared.begin), true,
              (size_t)(static_shared.end - static_shared.begin)};
     if (!shared_object_at(p, n)) {
-      finding_at("out-of-bounds", std::string(direction) + " of " + std::to_string(n) +
-                 " bytes beyond a __shared__ variable by " + thread_name(f->linear), instruction);
+      outside_of_memory(std::string(direction) + " of " + std::to_string(n) +
+                        " bytes beyond a __shared__ variable by " + thread_name(f->linear), false,
+                        instruction);
       return;
     }
   } else if (p >= dynamic_shared.begin && p < dynamic_shared.end) {
@@ -158,18 +165,17 @@ void check_access(void* address, size_t n, bool write, bool atomic, void* instru
     place = {a->shadow, (size_t)(p - a->begin), false, a->size};
     outside = p + n > a->begin + a->size;
   } else if (!known_elsewhere(p, instruction)) {
-    finding_at("out-of-bounds", std::string(direction) + " of " + std::to_string(n) +
-               " bytes outside every allocation by block " + std::to_string(block_number) + " " +
-               thread_name(f->linear), instruction);
-    if (!in_guard(p)) abandon_launch();
+    outside_of_memory(std::string(direction) + " of " + std::to_string(n) +
+                      " bytes outside every allocation by block " + std::to_string(block_number) +
+                      " " + thread_name(f->linear), !in_guard(p), instruction);
     return;
   } else {
     return;
   }
   if (outside) {
-    finding_at("out-of-bounds", std::string(direction) + " of " + std::to_string(n) +
-               " bytes across the end of " + (place.shared ? "shared memory" : "an allocation") +
-               " by " + thread_name(f->linear), instruction);
+    outside_of_memory(std::string(direction) + " of " + std::to_string(n) +
+                      " bytes across the end of " + (place.shared ? "shared memory" : "an allocation") +
+                      " by " + thread_name(f->linear), false, instruction);
     return;
   }
   if (n <= 16 && (n & (n - 1)) == 0 && (uintptr_t)p % n) {

@@ -52,15 +52,17 @@ static std::string launches_json() {
 using namespace emu;
 
 extern "C" {
-void emu_configure(int order, uint64_t seed, int checks, int races, int uninitialised,
-                   int access_groups, int lockstep, unsigned max_shared_bytes) {
+// `switches` are bits in the order of Config's fields from `checks` to `lockstep`.
+void emu_configure(int order, uint64_t seed, unsigned switches, unsigned max_shared_bytes) {
   config.order = order;
   config.seed = seed;
-  config.checks = checks;
-  config.races = races;
-  config.uninitialised = uninitialised;
-  config.access_groups = access_groups;
-  config.lockstep = lockstep;
+  bool* fields[] = {&config.checks,        &config.bounds, &config.races,
+                    &config.uninitialised, &config.access_groups, &config.poison,
+                    &config.divergence,    &config.lockstep};
+  for (bool* f : fields) {
+    *f = switches & 1;
+    switches >>= 1;
+  }
   config.max_shared_bytes = max_shared_bytes;
   random_state = seed * 0x9E3779B97F4A7C15ull + 1;
 }

@@ -100,7 +100,7 @@ static void start_fiber(Fiber& f, int linear) {
   f.index = {linear % x, linear / x % y, linear / x / y};
   f.stack = stack_for(linear);
   // Locals that the kernel forgot to set read as NaN.
-  if (config.checks) memset(f.stack + STACK_SIZE - 8192, 0xFF, 8192);
+  if (config.checks) poison(f.stack + STACK_SIZE - 8192, 8192);
   void** top = (void**)(f.stack + STACK_SIZE);
   *--top = nullptr;  // where fiber_main would return to; keeps the stack 16-byte aligned
   *--top = (void*)fiber_main;
@@ -135,12 +135,12 @@ static void run_ready() {
 static std::string site_line(EmuSite site) { return "line " + std::to_string(site & 0xfffff); }
 
 // All threads that have not exited wait at a barrier: release them. The programming guide wants
-// every thread of the block at the same __syncthreads().
+// every thread of the block at the same __syncthreads(); devices count arrivals.
 static void release_barrier(int exited) {
   EmuSite site = 0;
   int first = -1;
   for (Fiber& f : fibers) {
-    if (f.state != AT_BARRIER) continue;
+    if (f.state != AT_BARRIER || !config.divergence) continue;
     if (first < 0) {
       first = f.linear;
       site = f.site;
@@ -152,7 +152,7 @@ static void release_barrier(int exited) {
       break;
     }
   }
-  if (exited)
+  if (exited && config.divergence)
     finding("divergent-barrier",
             std::to_string(fibers.size() - exited) + " threads wait at a barrier that " +
                 std::to_string(exited) + " threads of the block never reach",

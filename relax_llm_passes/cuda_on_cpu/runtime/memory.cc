@@ -12,7 +12,7 @@ static std::map<const char*, Allocation*> allocations;
 static Allocation* last_found;
 static size_t in_use;
 
-void poison(void* p, size_t n) { memset(p, 0xFF, n); }
+void poison(void* p, size_t n) { memset(p, config.poison ? 0xFF : 0, n); }
 
 size_t allocated_bytes() { return in_use; }
 

@@ -15,10 +15,13 @@ enum Order { ASCENDING = 0, DESCENDING = 1, RANDOM = 2 };
 struct Config {
   int order = ASCENDING;     // of threads and of blocks
   uint64_t seed = 1;         // of RANDOM
-  bool checks = false;       // run the instrumented build: everything below needs it
+  bool checks = false;       // run the instrumented build; poison and divergence need none
+  bool bounds = true;        // accesses outside of allocations and shared variables
   bool races = true;         // data races in shared and in global memory
   bool uninitialised = true; // reads of shared memory that nobody wrote
   bool access_groups = true; // sectors, bank conflicts, lanes per access
+  bool poison = true;        // memory that nobody wrote reads as NaN, else as zero
+  bool divergence = true;    // barriers and warp operations that some threads do not reach
   bool lockstep = false;     // volatile accesses in warp lockstep, as before Volta
   unsigned max_shared_bytes = 232448;
 };

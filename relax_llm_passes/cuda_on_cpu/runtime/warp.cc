@@ -60,7 +60,7 @@ static bool try_complete(int w, Fiber* f) {
     if (!(need >> i & 1)) continue;
     Fiber* o = lane_of(w, i);
     if (o->state != AT_WARP_OPERATION || o->site != f->site) return false;
-    if (o->mask != f->mask) {
+    if (o->mask != f->mask && config.divergence) {
       finding("warp",
               std::string(f->operation) + ": lane " + std::to_string(f->lane) + " names lanes " +
                   lanes_text(f->mask) + ", lane " + std::to_string(i) + " names " +
@@ -69,7 +69,7 @@ static bool try_complete(int w, Fiber* f) {
     }
   }
   unsigned gone = f->mask & warps[w].exited;
-  if (gone)
+  if (gone && config.divergence)
     finding("warp", std::string(f->operation) + " names lanes that have exited: " +
             lanes_text(gone), f->site);
   complete(w, need, f);
@@ -139,7 +139,7 @@ extern "C" void emu_warp_operation(EmuSyncKind kind, const char* name, unsigned 
   Fiber* f = emu::running();
   emu::finish_pending_write();
   if (!(mask >> f->lane & 1)) {
-    emu::finding("warp", std::string(name) + ": lane " + std::to_string(f->lane) +
+    if (emu::config.divergence) emu::finding("warp", std::string(name) + ": lane " + std::to_string(f->lane) +
                  " is not in the mask it passes", site);
     mask |= 1u << f->lane;
   }
