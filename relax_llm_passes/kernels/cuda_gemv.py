@@ -3,7 +3,7 @@
 TVM's schedule for these sums bf16 through shared memory without synchronising the warp, writes
 beyond the result where N is no multiple of 16, and reads transposed weights after a copy of them.
 
-    (N, K): a warp sums a few rows of the weight, lanes along K, and meets through shuffles
+    (N, K): lanes of a warp along K sum a few rows of the weight and meet through shuffles
     (K, N): a thread sums a few columns over a part of K; the warps of a block meet in shared memory
 """
 
@@ -38,26 +38,42 @@ def _load(to: Any, first: int, source: Any, at: Any, width: int) -> None:
     _put(to, _vector(source, at, width), _i32(first), width)
 
 
-def rows_per_warp(n: int) -> int:
-    """Rows of (N, K) that share the reads of the vector; few rows where warps would be few."""
-    return 4 if n >= 8192 else 2 if n >= 2048 else 1
+def rows_together(n: int, steps: int) -> int:
+    """Rows of (N, K) that share a lane's reads of the vector.
+
+    Few where warps would be few, but enough that a lane has 4 vectors of the weight to read.
+    """
+    return max(4 if n >= 8192 else 2 if n >= 2048 else 1, AHEAD // steps)
+
+
+def lanes_per_row(vectors: int) -> int:
+    """Lanes that share a row of so many vectors: fewer than a warp where some would idle."""
+
+    def idle(lanes: int) -> float:
+        return -(-vectors // lanes) * lanes / vectors
+
+    fewest = min(idle(lanes) for lanes in (32, 16, 8, 4))
+    return next(lanes for lanes in (32, 16, 8, 4) if idle(lanes) <= max(1.125, fewest))
 
 
 def _by_rows(spec: MmaSpec, flat: dict[str, Any]) -> None:
-    each, k = rows_per_warp(spec.n), spec.k
+    k = spec.k
     width = math.gcd(16 // _BYTES[spec.dtype], k)
-    chunk = 32 * width
+    lanes = lanes_per_row(k // width)
+    each = rows_together(spec.n, -(-(k // width) // lanes))
+    groups = 32 // lanes  # of lanes in a warp, each with rows of its own
+    chunk = lanes * width
     n = tirx.const(spec.n, "int64")
     with (
-        T.launch_thread("blockIdx.x", -(-spec.n // (WARPS * each))) as bx,
+        T.launch_thread("blockIdx.x", -(-spec.n // (WARPS * groups * each))) as bx,
         T.launch_thread("threadIdx.x", 32 * WARPS) as tx,
     ):
         x = T.alloc_buffer((AHEAD * width,), spec.dtype, scope="local")
         w = T.alloc_buffer((AHEAD * each * width,), spec.dtype, scope="local")
         sums = T.alloc_buffer((each,), "float32", scope="local")
-        lane = T.bind(tirx.floormod(tx, _i32(32)))
-        warp = T.bind(tirx.floordiv(tx, _i32(32)))
-        row0 = T.bind(tirx.Cast("int64", (bx * WARPS + warp) * each))
+        lane = T.bind(tirx.floormod(tx, _i32(lanes)))
+        group = T.bind(tirx.floordiv(tx, _i32(lanes)))
+        row0 = T.bind(tirx.Cast("int64", (bx * (WARPS * groups) + group) * each))
         # Rows past the last read it again, so that whole warps reach the shuffles.
         bases = [T.bind(tirx.min(row0 + r, n - 1) * k) for r in range(each)]
         inside = tirx.Cast("int64", lane * width)
@@ -89,15 +105,18 @@ def _by_rows(spec: MmaSpec, flat: dict[str, Any]) -> None:
             with T.If(start + inside < k), T.Then():
                 step(start, 1)
         mask = tirx.const(0xFFFFFFFF, "uint32")
-        for hop in (16, 8, 4, 2, 1):
+        for hop in (h for h in (16, 8, 4, 2, 1) if h < lanes):
             for r in range(each):
                 mine = _vector(sums, _i32(r), 1)
                 other = T.tvm_warp_shuffle_xor(mask, mine, hop, 32, 32)
                 _put(sums, mine + other, _i32(r), 1)
-        for r in range(each):
-            with T.If(tirx.all(lane == r, row0 + r < n)), T.Then():
-                at = T.bind(row0 + r)
-                _put(flat["out"], _finish(spec, flat, _vector(sums, _i32(r), 1), at, at), at, 1)
+        # Lane r has row r, so that one store writes them all.
+        total = _vector(sums, _i32(0), 1)
+        for r in range(1, each):
+            total = tirx.Select(lane == r, _vector(sums, _i32(r), 1), total)
+        with T.If(tirx.all(lane < each, row0 + lane < n)), T.Then():
+            at = T.bind(row0 + lane)
+            _put(flat["out"], _finish(spec, flat, T.bind(total), at, at), at, 1)
 
 
 def columns_per_thread(spec: MmaSpec) -> int:

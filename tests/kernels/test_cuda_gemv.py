@@ -19,7 +19,7 @@ from relax_llm_passes.cuda_on_cpu import (
     run_primfunc,
     why_not,
 )
-from relax_llm_passes.kernels.cuda_gemv import LIMITS, gemv_kernel
+from relax_llm_passes.kernels.cuda_gemv import LIMITS, gemv_kernel, lanes_per_row, rows_together
 from relax_llm_passes.kernels.cuda_matmul import MmaSpec
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -32,7 +32,7 @@ def _spec(layout, n, k, dtype, steps=(), lead=(1,)):
 
 
 # Sizes around every edge: less than a vector, a warp, a group of vectors; odd; several rows a warp.
-SIZES = [(90, 256), (7, 33), (33, 1100), (2050, 40), (64, 8), (130, 264)]
+SIZES = [(90, 256), (7, 33), (33, 1100), (2050, 40), (64, 8), (130, 264), (97, 64), (33, 96)]
 RUNS = [(n, k, "float32") for n, k in SIZES] + [(90, 256, d) for d in ("float16", "bfloat16")]
 
 
@@ -57,6 +57,27 @@ def test_sizes_and_layouts(n, k, layout, dtype):
     (stats,) = found.stats
     assert stats.global_read_unique == x.nbytes + w.nbytes + b.nbytes
     assert stats.barriers_per_block == (0 if layout == "NK" else 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(bool(why_not()), reason=str(why_not()))
+@pytest.mark.parametrize("n, k", [(192, 64), (97, 96), (64, 256), (2048, 32)])
+def test_short_rows_keep_the_lanes_busy(n, k):
+    rng = np.random.default_rng(k)
+    x, w = (rng.standard_normal(s).astype("f4") for s in ((1, k), (n, k)))
+    spec = _spec("NK", n, k, "float32")
+    (stats,) = run_primfunc(gemv_kernel(spec), [x, w, np.zeros((1, n), "f4")], orders=1).stats
+    # A warp's store of a few results is the rest, and lanes past the last row.
+    assert stats.lane_use > 0.75
+    assert stats.bytes_over_minimum < 1.5  # the vector again for every 4 rows or more
+
+
+def test_lanes_and_rows():
+    assert [lanes_per_row(v) for v in (1, 8, 10, 16, 24, 32, 48, 192, 200)] == [
+        4, 8, 4, 16, 8, 32, 16, 32, 32,
+    ]  # fmt: skip
+    assert [rows_together(768, s) for s in (1, 2, 3, 6)] == [4, 2, 1, 1]
+    assert [rows_together(n, 8) for n in (768, 2048, 50257)] == [1, 2, 4]
 
 
 def _model(dtype, n, k, transposed):
