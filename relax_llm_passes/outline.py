@@ -45,6 +45,7 @@ from .rewriting import (
     replace_functions,
     write_function,
 )
+from .shared_views import view_of
 
 __all__ = [
     "ATTRS",
@@ -91,7 +92,7 @@ def outline(
     wanted = [(i, r) for i, r in enumerate(regions) if isinstance(r, Region)]
     if not wanted:
         return mod, []
-    root = FunctionView(mod, gvar)
+    root = view_of(mod, gvar)
     refusals: list[Refusal] = []
     by_scope = _by_scope(root, wanted, refusals)
     builder = CompositeBuilder(_names(mod), _next_round(mod))

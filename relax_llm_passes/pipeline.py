@@ -20,6 +20,8 @@ from tvm.target import Target
 from . import finish, libraries, registry
 from . import report as _report
 from .errors import InputError
+from .rewriting import paused_gc
+from .shared_views import shared_views
 from .spec import Step, resolve
 from .targets import TargetLike, parse_target, split_libraries
 from .verify import Verifier, verifying
@@ -136,12 +138,13 @@ class Pipeline:
         options = libraries.options(self.libraries, self.options)
         return resolve(self.spec, default, options, self.disabled)
 
+    @paused_gc()
     def transform_module(self, mod: tvm.IRModule, ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Run every step; a step that is disabled leaves a note in the report."""
         target = self.target or parse_target(None)
         self.report = _report.Report(target=str(target))
         verifier = Verifier(mod, target) if self.verify else None
-        with target, _report.collect(self.report), verifying(self.verify):
+        with target, _report.collect(self.report), verifying(self.verify), shared_views():
             for number, step in enumerate(self.steps(target)):
                 if self.progress:
                     self.progress(step.name)

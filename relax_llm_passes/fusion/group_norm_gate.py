@@ -10,12 +10,13 @@ several others at once: its value has to be written anyway.
 from __future__ import annotations
 
 import tvm
+from tvm import relax
 
-from ..dataflow import views
 from ..outline import outline
 from ..patterns.group_norm import KIND, find_group_norm
 from ..registry import PassRun, register_pass
 from ..report import Refusal
+from ..shared_views import view_of
 
 __all__ = ["FuseGroupNormGate"]
 
@@ -29,19 +30,19 @@ def FuseGroupNormGate(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
 def outline_found(mod: tvm.IRModule, run: PassRun, kind: str, find: object) -> tvm.IRModule:
     """Outline what `find(view)` returns, function by function, and record it."""
     work = []
-    for view in views(mod):
-        if view.function.attrs and "Composite" in view.function.attrs:
+    for gvar, func in mod.functions.items():
+        if not isinstance(func, relax.Function) or not isinstance(func.body, relax.SeqExpr):
             continue
-        if view.parent is not None:
+        if func.attrs and "Composite" in func.attrs:
             continue
         regions = []
-        for item in find(view):  # type: ignore[operator]
+        for item in find(view_of(mod, gvar)):  # type: ignore[operator]
             if isinstance(item, Refusal):
                 run.record.refuse(item)
             else:
                 regions.append(item)
         if regions:
-            work.append((view.gvar, regions))
+            work.append((gvar, regions))
     for gvar, regions in work:
         mod, refusals = outline(mod, gvar, regions)
         for refusal in refusals:

@@ -22,6 +22,7 @@ from ..outline import Region, outline
 from ..patterns.attention import KIND, AttentionMatch, find_attention
 from ..registry import PassRun, register_pass
 from ..report import Refusal
+from ..shared_views import view_of
 from .separate_regions import separate_regions
 
 __all__ = ["FuseAttention", "FuseAttentionOptions", "FuseRotaryAttention"]
@@ -69,7 +70,7 @@ def _functions(mod: tvm.IRModule) -> list[tvm.ir.GlobalVar]:
 
 def _fuse(mod: tvm.IRModule, run: PassRun, append: bool) -> tvm.IRModule:
     for gvar in _functions(mod):
-        view = FunctionView(mod, gvar)
+        view = view_of(mod, gvar)
         found = find_attention(view, append)
         matches = [m for m in found if isinstance(m, AttentionMatch)]
         for item in found:

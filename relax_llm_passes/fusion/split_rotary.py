@@ -19,6 +19,7 @@ from ..outline import Region, outline
 from ..patterns.split_qkv import KIND, SplitRotaryMatch, find_split_rotary
 from ..registry import PassRun, register_pass
 from ..report import Refusal
+from ..shared_views import view_of
 from .separate_regions import separate_regions
 
 __all__ = ["FuseSplitRotary"]
@@ -37,7 +38,7 @@ def FuseSplitRotary(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
 
 
 def _fuse(mod: tvm.IRModule, gvar: tvm.ir.GlobalVar, run: PassRun) -> tvm.IRModule:
-    view = FunctionView(mod, gvar)
+    view = view_of(mod, gvar)
     found = find_split_rotary(view)
     for item in found:
         if isinstance(item, Refusal):

@@ -15,6 +15,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..report import Refusal
+from ..structural_memo import StructuralMemo
 from .flat_kernel import known_shape, too_large
 from .norm_cpu import emit_cpu, plan_cpu
 from .norm_cuda import emit_cuda
@@ -51,6 +52,7 @@ NORMS = (
     "relax.nn.softmax",
     "relax.nn.log_softmax",
 )
+_BUILT = StructuralMemo()
 REDUCTIONS = {f"relax.{k}": k for k in ("sum", "mean", "max", "min", "prod", "variance", "std")}
 
 
@@ -214,7 +216,12 @@ def lower_call(
     if isinstance(found, Refusal):
         return found
     prog, args = found
-    return call_program(bb, prog, args, call.ty, target)
+    types = [a.ty for a in call.args]
+    question, func = _BUILT.get([call.op, call.attrs, *types, call.ty, str(target)])
+    if func is None:
+        func = build(prog, target)
+        _BUILT.put(question, func)
+    return relax.call_tir(bb.add_func(func, prog.name), list(args), call.ty)
 
 
 def call_program(

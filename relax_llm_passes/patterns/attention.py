@@ -18,7 +18,7 @@ whose sizes are not known, a mask that cannot be followed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
@@ -29,6 +29,7 @@ from ..dataflow import FunctionView, is_var, op_name
 from ..kernels.attention_plan import Append, AttentionPlan, grouped, shares_keys
 from ..kernels.scalar_expr import buffer_loads, depends_on, i64
 from ..report import Refusal
+from .alike import alike, follow, path_between
 from .attention_facts import (
     attention_facts,
     bound_nonnegative,
@@ -47,6 +48,7 @@ from .key_range import key_range
 __all__ = ["AttentionMatch", "find_attention"]
 
 KIND = "attention"
+_MOST_FORMS = 8  # kinds of attention that a graph's layers take turns in
 _MAX_APPEND_ROWS = 4  # query rows up to which the append and the rotary go into the same kernel
 
 
@@ -92,8 +94,13 @@ def find_attention(view: FunctionView, append: bool = True) -> list[AttentionMat
         Take the cache append (and the rotary of the new keys) into a decode attention.
     """
     found: list[AttentionMatch | Refusal] = []
+    forms: list[AttentionMatch] = []  # those that were no like of an earlier one
     for binding in view.bindings:
         if op_name(binding.value) not in ("relax.nn.softmax", *_DIRECT):
+            continue
+        again = next((m for f in forms if (m := _again(view, f, binding.var)) is not None), None)
+        if again is not None:
+            found.append(again)
             continue
         try:
             match = _Finder(view, append).match(binding.var)
@@ -103,7 +110,26 @@ def find_attention(view: FunctionView, append: bool = True) -> list[AttentionMat
             continue
         if match is not None:
             found.append(match)
+            forms = [match, *forms[: _MOST_FORMS - 1]]
     return found
+
+
+def _again(view: FunctionView, form: AttentionMatch, softmax: Any) -> AttentionMatch | None:
+    """Return the attention around `softmax` where it differs from `form` in names only."""
+    out = follow(view, path_between(view, form.softmax, form.out, form.region), softmax)
+    if out is None:
+        return None
+    mapped = alike(view, form.region, [form.out], [out])
+    if mapped is None or not mapped[form.softmax].same_as(softmax):
+        return None
+    leaves = [mapped.get(leaf, leaf) for leaf in form.leaves]
+    caches = [mapped[c] for c in form.caches]
+    region = {mapped[v]: None for v in form.region}
+    try:
+        _Finder(view, True)._check_region(region, out, caches)
+    except Unreadable:
+        return None
+    return replace(form, leaves=leaves, region=region, out=out, caches=caches, softmax=softmax)
 
 
 # Operators that are attention by themselves are opened by `expand_attention` before.

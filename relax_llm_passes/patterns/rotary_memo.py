@@ -10,13 +10,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import tvm_ffi
-
 from ..kernels.scalar_expr import buffer_loads, i64
+from ..structural_memo import StructuralMemo
 
 __all__ = ["remembered"]
-
-_MOST = 256
 
 
 def remembered(classify: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,29 +22,26 @@ def remembered(classify: Callable[..., Any]) -> Callable[..., Any]:
     The function takes an expression, its depth variable and size, other index variables and the
     ranges of all; it returns a reason, or plain data and the tensors (one, and a list) in roles.
     """
-    # Hash to questions that have it, each with its answer; tensors as places among the loads.
-    known: dict[int, list[tuple[Any, Any]]] = {}
+    # Tensors in answers as places among the loads.
+    memo = StructuralMemo()
 
     @functools.wraps(classify)
     def ask(expr: Any, d: Any, size: int, heads: Sequence[Any], ranges: Mapping[Any, Any]) -> Any:
         extents = [i64(e) for e in ranges.values()]
-        question = tvm_ffi.convert([expr, d, i64(size), i64(len(heads)), *heads, *ranges, *extents])
-        key = int(tvm_ffi.structural_hash(question, map_free_vars=True))
+        parts = [expr, d, i64(size), i64(len(heads)), *heads, *ranges, *extents]
         sources = list(dict.fromkeys(load.source for load in buffer_loads(expr)))
-        for other, answer in known.get(key, ()):
-            if tvm_ffi.structural_equal(question, other, map_free_vars=True):
-                if isinstance(answer, str):
-                    return answer
-                found, turned, tables = answer
-                return found, sources[turned], [sources[t] for t in tables]
+        question, answer = memo.get(parts)
+        if isinstance(answer, str):
+            return answer
+        if answer is not None:
+            found, turned, tables = answer
+            return found, sources[turned], [sources[t] for t in tables]
         result = classify(expr, d, size, heads, ranges)
         kept = result
         if not isinstance(result, str):
             found, turned, tables = result
             kept = found, _place(sources, turned), [_place(sources, t) for t in tables]
-        if len(known) >= _MOST:
-            known.clear()
-        known.setdefault(key, []).append((question, kept))
+        memo.put(question, kept)
         return result
 
     return ask
