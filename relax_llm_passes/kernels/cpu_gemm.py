@@ -25,6 +25,7 @@ from tvm import tirx
 from ..errors import InputError
 from .cpu_axpy import emit_axpy, emit_axpy_panels, emit_axpy_rows
 from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
+from .cpu_dot_row import emit_dot_row
 from .cpu_gemv import emit_dot_rows
 from .cpu_panels import emit_panel_product
 from .cpu_quantized import emit_quantised_gemv
@@ -74,12 +75,7 @@ def _single(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any]) -> None
     elif spec.layout == "KN":
         emit_axpy(spec, tiles, buffers, lhs)
     else:
-        # Fewer streams where a core would go without work.
-        columns = tiles.streams
-        if isinstance(spec.n, int):
-            columns = max(1, min(columns, spec.n // (tiles.lanes * tiles.cores)))
-        streams = tiles.streams // columns
-        emit_dot_rows(spec, tiles, buffers, lhs, 1, rows=1, columns=columns, streams=streams)
+        emit_dot_row(spec, tiles, buffers, lhs)
 
 
 def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
@@ -99,7 +95,6 @@ def _skinny(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any)
         m,
         rows=tiles.dot_rows,
         columns=tiles.dot_columns,
-        streams=1,
     )
 
 

@@ -1,8 +1,7 @@
 """Products with few rows by weights that lie as (N, K): dot products along the rows.
 
-A weight's rows are read once, a few neighbouring rows at a time, which is all that a matrix-vector
-product costs. With several rows of the left operand each weight vector that was loaded is used for
-all rows of a tile; nothing is packed or transposed.
+A weight's rows are read once, a few neighbouring rows at a time. Each weight vector that was loaded
+is used for all rows of a tile; nothing is packed or transposed. One row: `cpu_dot_row`.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def emit_dot_rows(
     *,
     rows: int,
     columns: int,
-    streams: int,
 ) -> None:
     """Emit the whole product as dot products.
 
@@ -80,27 +78,14 @@ def emit_dot_rows(
         The left operand in fp32, rows of length K.
     m : Expr or int
         Rows of the left operand.
-    rows, columns, streams : int
-        Tile: rows of the left operand, rows of the weight, accumulators of one dot product.
+    rows, columns : int
+        Tile: rows of the left operand, rows of the weight.
     """
     lanes, n, k = tiles.lanes, spec.n, spec.k
-    step = lanes * streams
     read = row_reader(spec, buffers)
-    single = isinstance(m, int) and m == 1
-
-    def products(acc: Any, left: list[Any], right: list[Any], at: Any, stream: int) -> None:
-        xs = [let(load(lhs, start + at, lanes)) for start in left]
-        for c, row in enumerate(right):
-            w = let(read(row, at, lanes))
-            for r, x in enumerate(xs):
-                slot = ((r * columns + c) * streams + stream) * lanes
-                store(acc, load(acc, slot, lanes) + w * x, slot, lanes)
 
     def tile(block: Any, group: Any, sums: Any) -> None:
-        left = []
-        for r in range(rows):
-            row = i64(0) if single else tirx.min(block * rows + r, m - 1)
-            left.append(let(row * k))
+        left = [let(tirx.min(block * rows + r, m - 1) * k) for r in range(rows)]
         with T.serial(i64(0), i64(lanes)) as part:
             right = []
             for c in range(columns):
@@ -108,23 +93,21 @@ def emit_dot_rows(
                 if not divides(lanes * columns, n):
                     column = tirx.min(column, i64(n - 1))
                 right.append(let(column))
-            acc = local(rows * columns * streams * lanes)
-            for slot in range(rows * columns * streams):
+            acc = local(rows * columns * lanes)
+            for slot in range(rows * columns):
                 store(acc, splat(0.0, lanes), slot * lanes, lanes)
-            if k >= step:
-                with T.serial(i64(0), i64(k // step)) as ko:
-                    for s in range(streams):
-                        products(acc, left, right, let(ko * step + s * lanes), s)
-            if k % step >= lanes:
-                with T.serial(i64(0), i64(k % step // lanes)) as ko:
-                    products(acc, left, right, let(ko * lanes + k // step * step), 0)
-            for r in range(rows):
-                for c in range(columns):
-                    slot = (r * columns + c) * streams * lanes
-                    total = load(acc, slot, lanes)
-                    for s in range(1, streams):
-                        total = total + load(acc, slot + s * lanes, lanes)
-                    store(sums, total, let(((r * columns + c) * lanes + part) * lanes), lanes)
+            if k >= lanes:
+                with T.serial(i64(0), i64(k // lanes)) as ko:
+                    at = let(ko * lanes)
+                    xs = [let(load(lhs, start + at, lanes)) for start in left]
+                    for c, row in enumerate(right):
+                        w = let(read(row, at, lanes))
+                        for r, x in enumerate(xs):
+                            slot = (r * columns + c) * lanes
+                            store(acc, load(acc, slot, lanes) + w * x, slot, lanes)
+            for slot in range(rows * columns):
+                total = load(acc, slot * lanes, lanes)
+                store(sums, total, let((slot * lanes + part) * lanes), lanes)
             if k % lanes:
                 with T.serial(i64(0), i64(k % lanes)) as ki:
                     at = let(ki + k // lanes * lanes)
@@ -145,11 +128,7 @@ def emit_dot_rows(
     work = m * n * k if isinstance(m, int) and isinstance(n, int) else None
     with tasks(i64(ceil_div(n, lanes * columns)), work) as group:
         sums = local(rows * columns * lanes * lanes)
-        if single:
-            tile(i64(0), group, sums)
-            finish(i64(0), group, sums, i64(0))
-        else:
-            with T.serial(i64(0), ceil_div(m, rows)) as block:
-                tile(block, group, sums)
-                with T.serial(i64(0), tirx.min(i64(rows), m - block * rows)) as r:
-                    finish(block * rows + r, group, sums, r)
+        with T.serial(i64(0), ceil_div(m, rows)) as block:
+            tile(block, group, sums)
+            with T.serial(i64(0), tirx.min(i64(rows), m - block * rows)) as r:
+                finish(block * rows + r, group, sums, r)

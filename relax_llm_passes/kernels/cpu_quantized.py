@@ -34,6 +34,7 @@ from .cpu_build import (
     tasks,
     workspace,
 )
+from .cpu_dot_row import runs_of
 from .cpu_gemv import emit_finish_tail
 from .cpu_quantized_int import activation_bits, integer_step
 from .cpu_spec import GemmSpec, QuantSpec
@@ -53,6 +54,7 @@ __all__ = [
 # A step is too many instructions for the core to look far ahead, so that words are asked for this
 # many bytes before they are used: 1.3 times the speed of int4 on Zen 3, the same from 1.5 to 3 KiB.
 _PREFETCH_BYTES, _LINE_BYTES, _WORD_BYTES = 2048, 64, 4
+# Runs of rows that a task reads together: 1.2 times the bandwidth of one; more gains nothing.
 _STREAMS = 2
 
 
@@ -113,7 +115,7 @@ def emit_quantised_gemv(
         steps, step = _float_step(quant, tiles, buffers, lhs, k)
         done = steps * lanes * quant.group
     blocks = ceil_div(n, lanes)
-    parts, streams, share = _streams(blocks, tiles.cores)
+    parts, streams, share = runs_of(blocks, tiles.cores, _STREAMS)
 
     with tasks(i64(parts), n * k if isinstance(n, int) else None) as task:
         folded = local(streams * lanes * lanes)
@@ -157,19 +159,6 @@ def emit_quantised_gemv(
 
                 known = isinstance(blocks, int) and parts * streams * share == blocks
                 choose(True if known else column < n, finish, lambda: None)
-
-
-def _streams(blocks: Any, cores: int) -> tuple[int, int, Any]:
-    """Return (tasks, streams of a task, blocks of a stream), of `blocks` vectors of rows.
-
-    Each stream is one run of memory, and several of them keep more reads under way than one: 1.2
-    times the bandwidth on Zen 3. Runs of only a few short rows would lose more than that.
-    """
-    if not isinstance(blocks, int):
-        return cores, _STREAMS, ceil_div(blocks, cores * _STREAMS)
-    parts = max(1, min(cores, blocks))
-    streams = max(1, min(_STREAMS, blocks // parts))
-    return parts, streams, -(-blocks // (parts * streams))
 
 
 def _float_step(

@@ -26,9 +26,7 @@ class CpuTiles:
         Inner-product tile of a skinny product: rows of the left operand times rows of an (N, K)
         weight.
     streams : int
-        Sums of a matrix-vector product that are open at a time, each of another row of the
-        weight. Hides the latency of an add, and several streams reach up to 1.5 times the bandwidth
-        of one (measured on Zen 3).
+        Sums of a matrix-vector product that are open at a time, to hide the latency of an add.
     cores : int
         Threads to cut work for.
     dot16, dot8 : str
