@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .attention_combine_cuda import combine, store_out
 from .attention_pieces import (
     LOWEST,
     begin_function,
@@ -94,7 +95,7 @@ def attention_decode_cuda(
                     T.launch_thread("threadIdx.x", i64(THREADS)) as thread,
                 ):
                     kernel.bind_outer(block)
-                    _combine(kernel, rows, splits, block, thread, partial, state)
+                    combine(kernel, rows, splits, block, thread, partial, state)
     return builder.get()
 
 
@@ -133,6 +134,29 @@ class _Decode:
         self.exact = plan.E == self.en * lanes * self.ev
 
     def emit(self) -> None:
+        plan, kernel = self.plan, self.kernel
+        begin = T.bind(kernel.at(plan.key_begin, s=i64(0)))
+        end = T.bind(kernel.at(plan.key_end, s=i64(self.S - 1)))
+        if plan.append_k is None:
+            low, high = self._slice(begin, end)
+        else:
+            low, high = self._slice(i64(0), T.bind(kernel.written_end(end)))
+        if self.part is None:
+            self._work(begin, end, low, high)
+            return
+        # Short contexts leave blocks without keys: they say so and read nothing.
+        with T.If(tirx.any(self.part == i64(0), low < high)):
+            with T.Then():
+                self._work(begin, end, low, high)
+            with T.Else(), T.If(self.thread == i64(0)), T.Then():
+                for r in range(len(self.rows)):
+                    self._store_state(r, f32(LOWEST), f32(0.0))
+
+    def _store_state(self, r: int, top: Any, total: Any) -> None:
+        T.buffer_store(self.state, top, [self.block, i64(r), i64(0)])
+        T.buffer_store(self.state, total, [self.block, i64(r), i64(1)])
+
+    def _work(self, begin: Any, end: Any, low: Any, high: Any) -> None:
         plan, kernel, rows = self.plan, self.kernel, self.rows
         lane = T.bind(tirx.floormod(self.thread, i64(self.lanes)))
         group = T.bind(tirx.floordiv(self.thread, i64(self.lanes)))
@@ -150,13 +174,10 @@ class _Decode:
                 T.buffer_store(self.sums[r], f32(0.0), [i])
             T.buffer_store(self.top, f32(LOWEST), [r])
             T.buffer_store(self.total, f32(0.0), [r])
-        begin = T.bind(kernel.at(plan.key_begin, s=i64(0)))
-        end = T.bind(kernel.at(plan.key_end, s=i64(self.S - 1)))
         if plan.append_k is None:
-            low, high = self._slice(begin, end)
             self._keys(low, high, plan.k, plan.v)
         else:
-            self._with_append(begin, end)
+            self._with_append(begin, end, low, high)
         self._merge()
 
     def _depth(self, i: Any, j: Any, vector: int) -> Any:
@@ -166,16 +187,18 @@ class _Decode:
         if self.part is None:
             return begin, end
         size = tirx.Max(end - begin, i64(0))
-        chunk = tirx.floordiv(size + i64(self.splits - 1), i64(self.splits))
+        # Whole passes: a block takes as long for a few keys as for those that fit one pass.
+        at_once = self.groups * self.keys
+        share = tirx.floordiv(size + i64(self.splits * at_once - 1), i64(self.splits * at_once))
+        chunk = T.bind(share * i64(at_once))
         low = T.bind(tirx.Min(begin + self.part * chunk, end))
         return low, T.bind(tirx.Min(low + chunk, end))
 
-    def _with_append(self, begin: Any, end: Any) -> None:
-        """Attend to [begin, end) and write the caches, each part of the keys its own rows."""
+    def _with_append(self, begin: Any, end: Any, low: Any, high: Any) -> None:
+        """Attend to [begin, end) and write the caches; this part has the rows of [low, high)."""
         plan, kernel = self.plan, self.kernel
         append = plan.append_k
         assert append is not None
-        low, high = self._slice(i64(0), T.bind(kernel.written_end(end)))
         start = T.bind(kernel.at(append.start))
         first = T.bind(tirx.Max(start, low))
         last = high
@@ -386,13 +409,12 @@ class _Decode:
                     with T.unroll(i64(G)) as g:
                         T.buffer_store(value, value[0] + weight[g] * shared_sums[g, e], [0])
                     if self.part is None:
-                        _store_out(kernel, member, i64(s), e, value[0], total[0])
+                        store_out(kernel, member, i64(s), e, value[0], total[0])
                     else:
                         T.buffer_store(self.partial, value[0], [self.block, i64(r), e])
             if self.part is not None:
                 with T.If(self.thread == i64(0)), T.Then():
-                    T.buffer_store(self.state, top[0], [self.block, i64(r), i64(0)])
-                    T.buffer_store(self.state, total[0], [self.block, i64(r), i64(1)])
+                    self._store_state(r, top[0], total[0])
 
 
 def _bits(buffer: Any) -> int:
@@ -403,45 +425,3 @@ def _bits(buffer: Any) -> int:
 def _replace_load(expr: Any, load: Any, value: Any) -> Any:
 
     return rewrite(expr, lambda n: value if isinstance(n, TensorLoad) and n.same_as(load) else None)
-
-
-def _store_out(kernel: CudaKernel, member: int, s: Any, e: Any, value: Any, total: Any) -> None:
-    plan = kernel.plan
-    quotient = value / total
-    if plan.zero_if_masked:
-        quotient = tirx.Select(total == f32(0.0), f32(0.0), quotient)
-    where = [kernel.at(i, member, s=s, e=e) for i in plan.out_index]
-    T.buffer_store(plan.out, cast_to(quotient, str(plan.out.dtype)), where)
-
-
-def _combine(
-    kernel: CudaKernel,
-    rows: list[tuple[int, int]],
-    splits: int,
-    block: Any,
-    thread: Any,
-    partial: Any,
-    state: Any,
-) -> None:
-    E = kernel.plan.E
-    base = block * i64(splits)
-    for r, (member, s) in enumerate(rows):
-        top, shift, total = local((1,)), local((1,)), local((1,))
-        T.buffer_store(top, f32(LOWEST), [0])
-        with T.serial(i64(splits)) as p:
-            T.buffer_store(top, tirx.Max(top[0], state[base + p, i64(r), i64(0)]), [0])
-        none = top[0] == f32(LOWEST)
-        T.buffer_store(shift, tirx.Select(none, f32(0.0), top[0]), [0])
-        T.buffer_store(total, f32(0.0), [0])
-        with T.serial(i64(splits)) as p:
-            weight = exp(state[base + p, i64(r), i64(0)] - shift[0])
-            T.buffer_store(total, total[0] + weight * state[base + p, i64(r), i64(1)], [0])
-        with T.serial(i64(-(-E // THREADS))) as it:
-            e = it * i64(THREADS) + thread
-            with T.If(e < i64(E)), T.Then():
-                value = local((1,))
-                T.buffer_store(value, f32(0.0), [0])
-                with T.serial(i64(splits)) as p:
-                    weight = exp(state[base + p, i64(r), i64(0)] - shift[0])
-                    T.buffer_store(value, value[0] + weight * partial[base + p, i64(r), e], [0])
-                _store_out(kernel, member, i64(s), e, value[0], total[0])

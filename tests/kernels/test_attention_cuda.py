@@ -16,8 +16,13 @@ from .attention_reference import make_case
 TARGET = parse_target("cuda -arch=sm_80")
 
 DECODE = {
-    "append-gqa-fp16-split": (dict(B=2, H=4, K=2, S=1, T=37, D=40, alibi="bloom", append=True,
+    # A part takes 64 keys at least (16 groups of lanes, 4 in flight): here 64, 64 and 23.
+    "append-gqa-fp16-split": (dict(B=2, H=4, K=2, S=1, T=150, D=40, alibi="bloom", append=True,
                                    dtype="float16", causal="bottom_right"), 3),
+    # Three of the parts are without keys, and one of its keys is before the window.
+    "sink-window-split": (dict(B=1, H=2, K=1, S=2, T=70, D=40, append=True, window=9, sink=True,
+                               position=70, causal="bottom_right"), 5),
+    "read-split": (dict(B=2, H=2, K=2, S=1, T=150, D=32, causal="bottom_right"), 4),
     "rotary-window": (dict(B=1, H=2, K=2, S=2, T=21, D=32, append=True, rotary="half", window=9,
                            position=21, causal="bottom_right"), 1),
     "bf16-sink": (dict(B=1, H=4, K=1, S=1, T=30, D=128, append=True, dtype="bfloat16", sink=True,
@@ -43,6 +48,25 @@ def test_decode_in_two_thread_orders_with_all_checks() -> None:
     options, splits = DECODE["append-gqa-fp16-split"]
     case = make_case(decode=True, **options)
     _run(case, attention_decode_cuda(case.plan, splits=splits), orders=2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+def test_parts_without_keys_read_nothing() -> None:
+    case = make_case(decode=True, B=1, H=2, K=2, S=1, T=40, D=32, causal="bottom_right")
+    arguments = [*case.inputs, *case.outputs]
+
+    def launches(splits: int):
+        func = attention_decode_cuda(case.plan, splits=splits)
+        result = run_primfunc(func, arguments, len(case.outputs), TARGET, orders=2)
+        case.check(list(result.outputs))
+        return result.stats
+
+    one, (split, combine) = launches(1)[0], launches(16)
+    assert split.global_read == one.global_read and split.barriers == one.barriers
+    # The sums of one part a head (32 and its 2), and the 2 of the others.
+    assert split.global_written == 2 * 4 * (32 + 16 * 2)
+    assert combine.global_read_unique == 2 * 4 * (32 + 16 * 2)
 
 
 @pytest.mark.slow
