@@ -30,6 +30,7 @@ MODULES = (
     "relax_llm_passes.kernels.attention",
     "relax_llm_passes.kernels.cpu_implementation",
     "relax_llm_passes.kernels.cuda_gemm",
+    "relax_llm_passes.kernels.cuda_quantized",
     "relax_llm_passes.kernels.dequantize_take",
     "relax_llm_passes.kernels.group_norm",
     "relax_llm_passes.kernels.rotary",

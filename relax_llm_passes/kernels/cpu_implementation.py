@@ -16,7 +16,7 @@ from .cpu_epilogue import Epilogue
 from .cpu_gemm import gemm_kernel
 from .cpu_spec import GemmSpec, QuantSpec
 
-__all__ = ["CpuGemm", "spec_of"]
+__all__ = ["CpuGemm", "emit_product", "spec_of"]
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -44,13 +44,13 @@ class _Names:
         return f"d{len(self.known) - 1}"
 
 
-def _quant(attrs: dict[str, Any]) -> QuantSpec:
+def _quant(attrs: dict[str, Any], who: str) -> QuantSpec:
     bits, group = int(attrs["bits"]), int(attrs["group"])
     packed = str(attrs.get("packed_dtype", "uint32"))
     if bits not in (4, 8) or packed != "uint32":
-        raise InputError(f"{bits}-bit weights in {packed}; CPU kernels have 4 and 8 in uint32")
+        raise InputError(f"{bits}-bit weights in {packed}; {who} 4 and 8 in uint32")
     if group < 16 or group & (group - 1):
-        raise InputError(f"groups of {group}; CPU kernels have powers of two from 16 on")
+        raise InputError(f"groups of {group}; {who} powers of two from 16 on")
     scale = str(attrs.get("scale_dtype", "float16"))
     if scale not in _FLOATS:
         raise InputError(f"scales in {scale}, expected one of {_FLOATS}")
@@ -58,20 +58,27 @@ def _quant(attrs: dict[str, Any]) -> QuantSpec:
     return QuantSpec(bits, group, int(attrs["max_int"]), scale, rounding)
 
 
-def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
+def spec_of(composite: Composite, who: str = "CPU kernels have") -> tuple[GemmSpec, list[str]]:
     """Return the kernel's spec and the roles of its arguments, in order.
+
+    Parameters
+    ----------
+    composite : Composite
+        The product.
+    who : str
+        Whose limits a message tells.
 
     Raises
     ------
     InputError
-        When CPU kernels cannot compute the composite; says why.
+        When kernels of such a spec cannot compute the composite; says why.
     """
     attrs = composite.attrs
     if attrs.get("lhs_layout", "MK") != "MK":
         raise InputError("the left operand is transposed")
     lhs = composite.ty("lhs")
     lhs_shape = _shape(lhs, "lhs")
-    quant = _quant(attrs["quant"]) if attrs.get("quant") else None
+    quant = _quant(attrs["quant"], who) if attrs.get("quant") else None
     layout = str(attrs["rhs_layout"])
     names = _Names()
     k_size = names(lhs_shape[-1])
@@ -130,12 +137,36 @@ def spec_of(composite: Composite) -> tuple[GemmSpec, list[str]]:
             roles.append(role)
     for what, dtype in (("lhs", lhs.dtype), ("out", out.dtype), ("sum", attrs["acc_dtype"])):
         if str(dtype) not in _FLOATS:
-            raise InputError(f"{what} in {dtype}; CPU kernels have {', '.join(_FLOATS)}")
+            raise InputError(f"{what} in {dtype}; {who} {', '.join(_FLOATS)}")
     if quant is None and rhs_dtype not in _FLOATS:
-        raise InputError(f"rhs in {rhs_dtype}; CPU kernels have {', '.join(_FLOATS)}")
+        raise InputError(f"rhs in {rhs_dtype}; {who} {', '.join(_FLOATS)}")
     if (isinstance(n, int) and n < 1) or k_size < 1:
         raise InputError(f"N={n}, K={k_size}: nothing to multiply")
     return spec, roles
+
+
+def emit_product(
+    composite: Composite,
+    args: Sequence[relax.Expr],
+    bb: relax.BlockBuilder,
+    spec: GemmSpec,
+    roles: Sequence[str],
+    kernel: tvm.tirx.PrimFunc,
+    name: str = "",
+) -> relax.Expr:
+    """Emit one call_tir of a kernel made for the spec, with its operands in the roles' order."""
+    gvar = bb.add_func(kernel.without_attr("global_symbol"), name or spec.key())
+    operands = [args[composite.roles[role]] for role in roles]
+    weight = operands[1].ty.shape.values
+    # In the sizes of the call, not in those of the composite's own variables.
+    columns = weight[0 if spec.layout == "NK" else 1]
+    biases = {s["operand"] for s in composite.attrs["epilogue"] if s["op"] == "bias"}
+    for i, role in enumerate(roles):
+        if role in biases and operands[i].ty.ndim != 1:  # (1, N) is N values too
+            operands[i] = bb.emit(relax.op.reshape(operands[i], (columns,)))
+    leading = list(args[composite.roles["lhs"]].ty.shape.values)[:-1]
+    out = relax.TensorType([*leading, columns], spec.out_dtype)
+    return relax.call_tir(gvar, operands, out)
 
 
 @register_implementation("gemm", priority=10)
@@ -163,16 +194,4 @@ class CpuGemm:
     ) -> relax.Expr:
         """Emit one call_tir of the kernel."""
         spec, roles = spec_of(composite)
-        kernel = gemm_kernel(spec, target).without_attr("global_symbol")
-        gvar = bb.add_func(kernel, spec.key())
-        operands = [args[composite.roles[role]] for role in roles]
-        weight = operands[1].ty.shape.values
-        # In the sizes of the call, not in those of the composite's own variables.
-        columns = weight[0 if spec.layout == "NK" else 1]
-        biases = {s["operand"] for s in composite.attrs["epilogue"] if s["op"] == "bias"}
-        for i, role in enumerate(roles):
-            if role in biases and operands[i].ty.ndim != 1:  # (1, N) is N values too
-                operands[i] = bb.emit(relax.op.reshape(operands[i], (columns,)))
-        leading = list(args[composite.roles["lhs"]].ty.shape.values)[:-1]
-        out = relax.TensorType([*leading, columns], spec.out_dtype)
-        return relax.call_tir(gvar, operands, out)
+        return emit_product(composite, args, bb, spec, roles, gemm_kernel(spec, target))
