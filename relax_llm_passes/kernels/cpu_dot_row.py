@@ -5,7 +5,8 @@ stream of memory, and several streams keep more reads under way than one. A vect
 operand is loaded once for all of them.
 
 bfloat16 is the upper half of fp32, so that a vector of pairs becomes two of fp32 by a shift and a
-mask. They hold every second value; the left operand is put into that order beforehand.
+mask. They hold every second value; the left operand is put into that order beforehand. Processors
+with an instruction for pairs take both as they are (`cpu_bf16_dot`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from tvm import tirx
 
+from .cpu_bf16_dot import bf16_dot
 from .cpu_build import (
     T,
     add_lanes,
@@ -55,21 +57,26 @@ def runs_of(blocks: Any, cores: int, wanted: int) -> tuple[int, int, Any]:
 def emit_dot_row(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lhs: Any) -> None:
     """Emit the product of one row; `lhs` is fp32."""
     lanes, n, k, rhs = tiles.lanes, spec.n, spec.k, buffers["rhs"]
+    dot = bool(tiles.bf16_dot) and spec.lhs_dtype == spec.rhs_dtype == "bfloat16"
     pairs = spec.rhs_dtype == "bfloat16"
     step = lanes * (2 if pairs else 1)
     steps = k // step
-    x = _in_pairs(lhs, steps, lanes) if pairs and steps else lhs
+    x = _in_pairs(lhs, steps, lanes) if pairs and steps and not dot else lhs
+    sums = 2 if pairs and not dot else 1
     blocks = ceil_div(n, lanes)
     parts, runs, share = runs_of(blocks, tiles.cores, _RUNS)
     # Sums of a run: with those of the other runs, enough to hide the latency of an add.
-    accs = max(1, tiles.streams // (runs * (2 if pairs else 1)))
+    accs = max(1, tiles.streams // (runs * sums))
     whole = isinstance(blocks, int) and parts * runs * share == blocks
+
+    def words(buffer: Any, at: Any, kind: str) -> Any:
+        both = tirx.BufferLoad(buffer, [tirx.Ramp(i64(at), i64(1), step)])
+        return tirx.reinterpret(f"{kind}x{lanes}", both)
 
     def vectors(row: Any, at: Any) -> list[Any]:
         if not pairs:
             return [load(rhs, row * k + at, lanes)]
-        both = tirx.BufferLoad(rhs, [tirx.Ramp(i64(row * k + at), i64(1), step)])
-        word = let(tirx.reinterpret(f"uint32x{lanes}", both))
+        word = let(words(rhs, row * k + at, "uint32"))
         low = word << splat(16, lanes, "uint32")
         high = word & splat(0xFFFF0000, lanes, "uint32")
         return [let(tirx.reinterpret(f"float32x{lanes}", v)) for v in (low, high)]
@@ -77,11 +84,20 @@ def emit_dot_row(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lh
     def some(acc: Any, rows: list[Any], at: Any, count: int) -> None:
         for s in range(count):
             start = let(at + s * step)
-            xs = [let(load(x, start + i * lanes, lanes)) for i in range(step // lanes)]
+            if dot:
+                left = let(words(buffers["lhs"], start, "int32"))
+            else:
+                xs = [let(load(x, start + i * lanes, lanes)) for i in range(sums)]
             for c, row in enumerate(rows):
+                slot = (c * accs + s % accs) * sums * lanes
+                if dot:
+                    total = load(acc, slot, lanes)
+                    total = bf16_dot(total, left, words(rhs, row * k + start, "int32"), lanes)
+                    store(acc, total, slot, lanes)
+                    continue
                 for i, (a, w) in enumerate(zip(xs, vectors(row, start), strict=True)):
-                    slot = ((c * accs + s % accs) * (step // lanes) + i) * lanes
-                    store(acc, load(acc, slot, lanes) + w * a, slot, lanes)
+                    total = load(acc, slot + i * lanes, lanes) + w * a
+                    store(acc, total, slot + i * lanes, lanes)
 
     with tasks(i64(parts), n * k if isinstance(n, int) else None) as task:
         folded = local(runs * lanes * lanes)
@@ -94,7 +110,7 @@ def emit_dot_row(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], lh
                     rows.append(
                         let(row if whole and divides(lanes, n) else tirx.min(row, i64(n - 1)))
                     )
-                slots = accs * (step // lanes)
+                slots = accs * sums
                 acc = local(runs * slots * lanes)
                 for s in range(runs * slots):
                     store(acc, splat(0.0, lanes), s * lanes, lanes)

@@ -24,6 +24,7 @@ from tvm import tirx
 
 from ..errors import InputError
 from .cpu_axpy import emit_axpy, emit_axpy_panels, emit_axpy_rows
+from .cpu_bf16_dot import with_source
 from .cpu_build import T, build_kernel, choose, i64, load, store, workspace
 from .cpu_dot_row import emit_dot_row
 from .cpu_gemv import emit_dot_rows
@@ -114,7 +115,9 @@ def _check(spec: GemmSpec) -> None:
         raise InputError(f"CPU product: N={spec.n}, K={spec.k}; both must be at least 1")
 
 
-def gemm_kernel(spec: GemmSpec, target: tvm.target.Target) -> tirx.PrimFunc:
+def gemm_kernel(
+    spec: GemmSpec, target: tvm.target.Target, tiles: CpuTiles | None = None
+) -> tirx.PrimFunc:
     """Return the kernel of a product for an llvm target.
 
     Parameters
@@ -123,6 +126,8 @@ def gemm_kernel(spec: GemmSpec, target: tvm.target.Target) -> tirx.PrimFunc:
         Shapes, layouts, dtypes and epilogue.
     target : Target
         Its vector unit decides the tiles.
+    tiles : CpuTiles, optional
+        Take these instead.
 
     Returns
     -------
@@ -136,7 +141,7 @@ def gemm_kernel(spec: GemmSpec, target: tvm.target.Target) -> tirx.PrimFunc:
         For dtypes or layouts that it does not have, or N or K of 0.
     """
     _check(spec)
-    return _build(spec, cpu_tiles(target))
+    return _build(spec, tiles or cpu_tiles(target))
 
 
 @lru_cache(maxsize=1024)
@@ -144,7 +149,9 @@ def _build(whole: GemmSpec, tiles: CpuTiles) -> tirx.PrimFunc:
     limit = skinny_limit(whole)
 
     def body(buffers: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-        product(replace(whole, n=sizes.get(whole.n, whole.n)), buffers, sizes)
+        spec = replace(whole, n=sizes.get(whole.n, whole.n))
+        pairs = whole.lhs_dtype == whole.rhs_dtype == "bfloat16"
+        with_source(tiles.bf16_dot if pairs else "", lambda: product(spec, buffers, sizes))
 
     def product(spec: GemmSpec, buffers: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         m: Any = spec.m if spec.m is not None else spec.m_expr(sizes)

@@ -4,15 +4,20 @@ The left operand is copied once into tiles of a few rows, K-major, in fp32. Each
 strips of the weight: a strip's panels are packed (or used as they are when the weight came packed
 in fp32), and every tile of rows is multiplied by every panel. A long K is cut into blocks so that a
 panel stays in the second-level cache; the sums then wait in scratch between the blocks.
+
+Where a processor multiplies pairs of bfloat16 (`cpu_bf16_dot`) both operands stay as they are and
+are packed by pairs: half of the instructions, half of the scratch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tvm import tirx
 
+from .cpu_bf16_dot import PAIRS, bf16_dot, load_pairs
 from .cpu_build import T, ceil_div, choose, divides, i64, let, load, local, splat, store, workspace
 from .cpu_gemv import emit_finish_tail
 from .cpu_spec import GemmSpec
@@ -53,18 +58,25 @@ def _pack_rows(spec: GemmSpec, tiles: CpuTiles, lhs: Any, m: Any) -> Any:
     """Copy the left operand into (M / rows, K, rows); rows beyond M repeat the last."""
     rows, k = tiles.rows, spec.k
     blocks = ceil_div(m, rows)
-    packed = workspace(blocks * (rows * k))
+    pairs = spec.lhs_dtype == PAIRS
+    packed = workspace(blocks * (rows * k), "int32" if pairs else "float32")
     with T.parallel(i64(0), blocks) as block:
         starts = [let(tirx.min(block * rows + r, m - 1) * k) for r in range(rows)]
         base = let(block * (rows * k))
         with T.serial(i64(0), i64(k)) as at:
             for r, start in enumerate(starts):
-                store(packed, load(lhs, start + at), base + at * rows + r)
+                value = load_pairs(lhs, start + at) if pairs else load(lhs, start + at)
+                store(packed, value, base + at * rows + r)
     return packed
 
 
 def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, Any], m: Any) -> None:
     """Emit the whole product; `m` is the number of rows, an expression."""
+    both = spec.lhs_dtype == spec.rhs_dtype == "bfloat16" and spec.layout == "NK"
+    pairs = bool(tiles.bf16_dot) and both and spec.k % 2 == 0
+    if pairs:
+        spec = replace(spec, k=spec.k // 2, lhs_dtype=PAIRS, rhs_dtype=PAIRS)
+    dtype = "int32" if pairs else "float32"
     rows, columns, lanes, k = tiles.rows, tiles.columns, tiles.lanes, spec.k
     total_panels = ceil_div(spec.n, columns)
     direct = spec.layout == "packed" and spec.rhs_dtype == "float32"
@@ -93,14 +105,16 @@ def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, An
         choose(first, zero, resume)
         with T.serial(i64(0), k_size) as at:
             bs = [
-                let(load(right, right_at + at * columns + q * lanes, lanes))
+                let(load(right, right_at + at * columns + q * lanes, lanes, dtype))
                 for q in range(tiles.vectors)
             ]
             for r in range(rows):
-                a = let(splat(load(lhs, left_at + at * rows + r), lanes))
+                a = let(splat(load(lhs, left_at + at * rows + r, 1, dtype), lanes))
                 for q, b in enumerate(bs):
                     slot = r * columns + q * lanes
-                    store(acc, load(acc, slot, lanes) + a * b, slot, lanes)
+                    total = load(acc, slot, lanes)
+                    total = bf16_dot(total, a, b, lanes) if pairs else total + a * b
+                    store(acc, total, slot, lanes)
         for slot in slots:
             store(sums, load(acc, slot, lanes), sums_at + slot, lanes)
 
@@ -127,7 +141,7 @@ def emit_panel_product(spec: GemmSpec, tiles: CpuTiles, buffers: Mapping[str, An
         panels: Any = i64(width)
         if not divides(width, total_panels):
             panels = let(tirx.min(i64(width), i64(total_panels) - panel))
-        scratch = buffers["rhs"] if direct else workspace(width * block * columns)
+        scratch = buffers["rhs"] if direct else workspace(width * block * columns, dtype)
         if blocks == 1:
             sums = local(size)
         else:

@@ -47,10 +47,12 @@ _SMALLEST, _BROKEN = 40, 255
 def activation_bits(quant: QuantSpec, tiles: CpuTiles, lhs_dtype: str, k: int) -> int:
     """Return the bits to which the left operand is rounded: 16, 8, or 0 for fp32 products."""
     asked = quant.activation_bits
-    if not tiles.dot16 or k < tiles.lanes * quant.group or (lhs_dtype == "float32" and not asked):
+    if k < tiles.lanes * quant.group or (lhs_dtype == "float32" and not asked):
         return 0
     # Bytes are for 4-bit weights: products with 8-bit ones would not fit the instruction's int16.
-    return 8 if asked == 8 and quant.bits == 4 and tiles.dot8 else 16
+    if asked == 8 and quant.bits == 4 and (tiles.dot8 or tiles.dot8_add):
+        return 8
+    return 16 if tiles.dot16 else 0
 
 
 @dataclass(frozen=True)
@@ -224,13 +226,21 @@ def products(
         return total
     kind, pair = f"int8x{4 * lanes}", f"int16x{2 * lanes}"
     pairs = None
+    if tiles.dot8_add and total is None:
+        total = splat(0, lanes, "int32")
     for j, x in enumerate(xs):
         field = word >> splat(quant.bits * j, lanes, "uint32") if j else word
         field = tirx.reinterpret(kind, field & splat(0x0F0F0F0F, lanes, "uint32"))
         x = tirx.reinterpret(kind, x)
+        if tiles.dot8_add:
+            kind32 = f"int32x{lanes}"
+            total = let(tirx.call_llvm_pure_intrin(kind32, tiles.dot8_add, total, field, x))
+            continue
         product = tirx.call_llvm_pure_intrin(pair, tiles.dot8, field, x)
         # At most 4 products of 15 times 127.
         pairs = let(product if pairs is None else pairs + product)
+    if tiles.dot8_add:
+        return total
     ones = splat(1, 2 * lanes, "int16")
     product = tirx.call_llvm_pure_intrin(f"int32x{lanes}", tiles.dot16, pairs, ones)
     return let(product if total is None else total + product)

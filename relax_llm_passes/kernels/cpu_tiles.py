@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import tvm
 
 from ..targets import num_threads, vector_lanes, vector_registers
+from .cpu_bf16_dot import bf16_dot_source
 
 __all__ = ["CpuTiles", "cpu_tiles"]
 
@@ -32,6 +33,10 @@ class CpuTiles:
     dot16, dot8 : str
         LLVM's names of the instructions that multiply vectors of int16, and of uint8 by int8, and
         add neighbours, or "".
+    dot8_add : str
+        The same of the one that adds four products of bytes (0 to 127, and int8) to an int32.
+    bf16_dot : str
+        LLVM's text of a product of pairs of bfloat16 (`cpu_bf16_dot`), or "".
     """
 
     lanes: int
@@ -43,6 +48,8 @@ class CpuTiles:
     cores: int
     dot16: str = ""
     dot8: str = ""
+    dot8_add: str = ""
+    bf16_dot: str = ""
 
     @property
     def columns(self) -> int:
@@ -72,24 +79,33 @@ def cpu_tiles(target: tvm.target.Target) -> CpuTiles:
         dot_columns=4,
         streams=8,
         cores=num_threads(target),
-        dot16=_instruction(target, _DOT16.get(lanes)),
-        dot8=_instruction(target, _DOT8.get(lanes)),
+        dot16=_instruction(target, _DOT16.get(lanes, ())),
+        dot8=_instruction(target, _DOT8.get(lanes, ())),
+        dot8_add=_instruction(target, _DOT8_ADD.get(lanes, ())),
+        bf16_dot=bf16_dot_source(target, lanes),
     )
 
 
-# By lanes of fp32: the intrinsic and the processor's feature that has it.
+# By lanes of fp32: intrinsics and the processor's features that have them.
 _DOT16 = {
-    4: ("llvm.x86.sse2.pmadd.wd", "sse2"),
-    8: ("llvm.x86.avx2.pmadd.wd", "avx2"),
-    16: ("llvm.x86.avx512.pmaddw.d.512", "avx512bw"),
+    4: (("llvm.x86.sse2.pmadd.wd", "sse2"),),
+    8: (("llvm.x86.avx2.pmadd.wd", "avx2"),),
+    16: (("llvm.x86.avx512.pmaddw.d.512", "avx512bw"),),
 }
 _DOT8 = {
-    4: ("llvm.x86.ssse3.pmadd.ub.sw.128", "ssse3"),
-    8: ("llvm.x86.avx2.pmadd.ub.sw", "avx2"),
-    16: ("llvm.x86.avx512.pmaddubs.w.512", "avx512bw"),
+    4: (("llvm.x86.ssse3.pmadd.ub.sw.128", "ssse3"),),
+    8: (("llvm.x86.avx2.pmadd.ub.sw", "avx2"),),
+    16: (("llvm.x86.avx512.pmaddubs.w.512", "avx512bw"),),
+}
+_DOT8_ADD = {
+    4: (("llvm.aarch64.neon.sdot", "dotprod"),),
+    8: (("llvm.x86.avx512.vpdpbusd.256", "avxvnni"),),
+    16: (("llvm.x86.avx512.vpdpbusd.512", "avx512vnni"),),
 }
 
 
-def _instruction(target: tvm.target.Target, found: tuple[str, str] | None) -> str:
+def _instruction(target: tvm.target.Target, candidates: tuple[tuple[str, str], ...]) -> str:
     has = tvm.get_global_func("target.target_has_feature", allow_missing=True)
-    return found[0] if found and has is not None and has(found[1], target) else ""
+    if has is None:
+        return ""
+    return next((name for name, feature in candidates if has(feature, target)), "")

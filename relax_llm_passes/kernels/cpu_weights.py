@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm import tirx
 
+from .cpu_bf16_dot import PAIRS, load_pairs
 from .cpu_build import T, cast, choose, divides, i64, let, load, splat, store
 from .cpu_spec import GemmSpec, QuantSpec
 from .cpu_tiles import CpuTiles
@@ -17,12 +18,17 @@ RowReader = Callable[[Any, Any, int], Any]
 
 
 def row_reader(spec: GemmSpec, buffers: Mapping[str, Any]) -> RowReader:
-    """Return `read(row, k, lanes)`: fp32 values k.. of one row of an (N, K) weight."""
+    """Return `read(row, k, lanes)`: fp32 values k.. of one row of an (N, K) weight.
+
+    Of a weight of `PAIRS` it gives pairs of bfloat16 as int32, and K counts pairs.
+    """
     if spec.quant is not None:
         return _quantised_reader(spec, spec.quant, buffers)
     rhs = buffers["rhs"]
 
     def read(row: Any, k: Any, lanes: int) -> Any:
+        if spec.rhs_dtype == PAIRS:
+            return load_pairs(rhs, row * spec.k + k, lanes)
         return load(rhs, row * spec.k + k, lanes)
 
     return read

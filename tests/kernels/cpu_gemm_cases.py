@@ -66,9 +66,10 @@ class Case:
 
     spec: GemmSpec
     target: Any = NATIVE
+    tiles: Any = None
 
     def __post_init__(self) -> None:
-        kernel = gemm_kernel(self.spec, self.target)
+        kernel = gemm_kernel(self.spec, self.target, self.tiles)
         self.run = tvm.compile(kernel, target=self.target)[self.spec.key()]
 
     def check(self, lead: tuple[int, ...], seed: int = 0, n: int | None = None) -> None:
