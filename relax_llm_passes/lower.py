@@ -211,7 +211,13 @@ def choose(
     candidates.sort(key=lambda c: c.name not in options.prefer)
     refusals = []
     for candidate in candidates:
-        answer = candidate.accepts(composite, target)
+        try:
+            answer = candidate.accepts(composite, target)
+        except Exception as error:
+            if options.strict:
+                raise
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            answer = Refusal(f"it failed to say whether it takes the composite: {text}")
         if isinstance(answer, Accept):
             return candidate, answer
         refusals.append(Refusal(f"{candidate.name}: {answer.reason}", composite.kind))

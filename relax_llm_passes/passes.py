@@ -18,6 +18,7 @@ MODULES = (
     "relax_llm_passes.fusion.dequantize_take",
     "relax_llm_passes.fusion.combine_parallel_matmul",
     "relax_llm_passes.fusion.partition_gemm",
+    "relax_llm_passes.fusion.row_reduction",
     "relax_llm_passes.fusion.offload_cublas",
     "relax_llm_passes.fusion.offload_cutlass",
     "relax_llm_passes.fusion.pack_weights",
@@ -34,6 +35,7 @@ MODULES = (
     "relax_llm_passes.kernels.dequantize_take",
     "relax_llm_passes.kernels.group_norm",
     "relax_llm_passes.kernels.rotary",
+    "relax_llm_passes.kernels.row_reduction",
     "relax_llm_passes.kernels.token_mix",
     "relax_llm_passes.kernels.wkv",
 )

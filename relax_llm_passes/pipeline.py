@@ -40,6 +40,7 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
         "FuseSplitRotary",
         "FuseDequantizeTake",
         "PartitionGemm",
+        "FuseRowReductions",
     ),
     "lower": (
         "LowerComposites",

@@ -14,7 +14,7 @@ from .element_scalars import Unreadable, cast, common, const_like, negate, to_bo
 if TYPE_CHECKING:
     from .elements import ElementReader
 
-__all__ = ["BINARY", "ELEMENTWISE", "UNARY"]
+__all__ = ["BINARY", "ELEMENTWISE", "UNARY", "float_unary"]
 
 
 def _elementwise(reader: ElementReader, call: Any, index: list[Any], var: Any) -> list[Any]:
@@ -77,7 +77,8 @@ def _unary(make: Callable[[Any], Any]) -> Callable[..., Any]:
     return handle
 
 
-def _float_unary(make: Callable[[Any], Any]) -> Callable[..., Any]:
+def float_unary(make: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return the handler of a function of one float."""
     return _unary(lambda x: make(cast(x, "float32")))
 
 
@@ -106,9 +107,9 @@ BINARY: dict[str, Callable[..., Any]] = {
 UNARY: dict[str, Callable[..., Any]] = {
     "relax.negative": _unary(lambda x: -x),
     "relax.abs": _unary(lambda x: tirx.Max(x, -x)),
-    "relax.exp": _float_unary(tirx.exp),
-    "relax.tanh": _float_unary(tirx.tanh),
-    "relax.sqrt": _float_unary(tirx.sqrt),
+    "relax.exp": float_unary(tirx.exp),
+    "relax.tanh": float_unary(tirx.tanh),
+    "relax.sqrt": float_unary(tirx.sqrt),
     "relax.logical_not": _unary(lambda x: negate(to_bool(x))),
     "relax.bitwise_not": _unary(
         lambda x: negate(x) if dtype_of(x) == "bool" else tirx.BitwiseNot(x)

@@ -11,7 +11,7 @@ operators that are fused is left out, and nothing overflows at 65504.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -45,6 +45,8 @@ class ElementReader:
         `stop(var) -> bool`: variables that are leaves even though they could be followed.
     ranges : mapping
         Index variables with their extents, for simplification.
+    more : mapping
+        Handlers of operators that are leaves otherwise.
 
     Attributes
     ----------
@@ -59,8 +61,10 @@ class ElementReader:
         view: FunctionView,
         stop: Callable[[Any], bool] | None = None,
         ranges: dict[Any, Any] | None = None,
+        more: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         self.view = view
+        self.more = more or {}
         self.stop = stop or (lambda _: False)
         self.analyzer = bound_analyzer(ranges or {})
         self.leaves: dict[Any, Any] = {}
@@ -159,7 +163,7 @@ class ElementReader:
         if isinstance(value, TupleGetItem):
             return self._field(expr, value, index)
         name = op_name(value)
-        handler = _HANDLERS.get(name)
+        handler = self.more.get(name) or _HANDLERS.get(name)
         if handler is None or (name in _NEVER_INLINE):
             return self.load(expr, index)
         self.inside[expr] = None
