@@ -280,12 +280,13 @@ class _Finder:
         reader, view = self.reader, self.view
         var = product
         index: list[Any] = [*(v for v, _ in self.batch), self.s, self.e]
+        before: tuple[Any, list[Any]] | None = None  # where the last step only merged rows
         while not view.is_output(var):
             users = view.users(var)
             if len(users) != 1:
                 break
             call, name = users[0].value, op_name(users[0].value)
-            new = users[0].var
+            new, last = users[0].var, index
             try:
                 if name == "relax.permute_dims":
                     axes = call.attrs.axes
@@ -302,7 +303,11 @@ class _Finder:
             except Unreadable:
                 break
             self.region[var] = None
+            before = (var, last) if _keeps_columns(reader, call, var, new) else None
             var = new
+        if before is not None and _is_operand(view, var):
+            # The product behind takes its rows as they were: then what follows it is its epilogue.
+            var, index = before
         self.region[var] = None
         return var, [reader.simplify(i) for i in index]
 
@@ -458,6 +463,22 @@ class _Finder:
             if outside:
                 what = "probabilities" if name == "relax.nn.softmax" else "scores"
                 raise fail(f"attention {what} are also used elsewhere", var)
+
+
+def _keeps_columns(reader: ElementReader, call: Any, old: Any, new: Any) -> bool:
+    """Tell whether a step is a reshape of all axes but the last."""
+    if op_name(call) not in ("relax.reshape", "relax.flatten"):
+        return False
+    shapes = reader.shape(old), reader.shape(new)
+    return all(shapes) and reader.same(shapes[0][-1], shapes[1][-1])
+
+
+def _is_operand(view: FunctionView, var: Any) -> bool:
+    """Tell whether a product's left operand is all that a value is used for."""
+    users = view.users(var)
+    if view.is_output(var) or len(users) != 1 or op_name(users[0].value) != "relax.matmul":
+        return False
+    return bool(view.resolve(users[0].value.args[0]).same_as(var))
 
 
 def _static(dim: Any, what: str, expr: Any) -> int:
