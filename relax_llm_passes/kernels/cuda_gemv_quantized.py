@@ -2,7 +2,7 @@
 
 TVM unpacks the whole weight to memory, and reads it again: 4-bit weights move nine times.
 
-    (N, K): lanes along K sum a few rows of the weight, a word each, and meet through shuffles
+    (N, K): lanes along K sum a few rows of the weight, up to 4 words each, and meet by shuffles
     (K, N): a thread sums a column over a part of K; the warps of a block meet in shared memory
 
 An integer becomes a float without a conversion, of which a multiprocessor does few: its bits are
@@ -32,30 +32,38 @@ _EXPONENT = 0x4B000000  # the float 2^23
 
 
 class _Product:
-    """What both layouts share: registers, loads, the sum of a word."""
+    """What both layouts share: registers, loads, the sum of some words.
 
-    def __init__(self, spec: GemmSpec, flat: dict[str, Any], n: Any, rows: int) -> None:
+    A thread reads `together` words of a row at once, of one group, for up to `ahead` times before
+    it adds up; `rows` rows share what it reads of the left operand.
+    """
+
+    def __init__(
+        self, spec: GemmSpec, flat: dict[str, Any], rows: int, together: int, ahead: int
+    ) -> None:
         assert spec.quant is not None
-        self.spec, self.flat, self.n, self.rows = spec, flat, n, rows
+        self.spec, self.flat, self.rows, self.together = spec, flat, rows, together
         self.quant, self.per_word = spec.quant, spec.quant.per_word
         self.words = spec.k // self.per_word  # along K
-        self.x = T.alloc_buffer((AHEAD * self.per_word,), spec.lhs_dtype, scope="local")
-        self.w = T.alloc_buffer((AHEAD * rows,), "uint32", scope="local")
-        self.scale = T.alloc_buffer((AHEAD * rows,), self.quant.scale_dtype, scope="local")
+        self.values = together * self.per_word  # of the left operand, at once
+        self.x = T.alloc_buffer((ahead * self.values,), spec.lhs_dtype, scope="local")
+        self.w = T.alloc_buffer((ahead * rows * together,), "uint32", scope="local")
+        self.scale = T.alloc_buffer((ahead * rows,), self.quant.scale_dtype, scope="local")
         self.sums = T.alloc_buffer((rows,), "float32", scope="local")
         for r in range(rows):
             _put(self.sums, tirx.const(0.0, "float32"), _i32(r), 1)
 
     def load_x(self, i: int, word: Any) -> None:
-        """Bring the left operand's values of a word into registers, 16 bytes at a time."""
+        """Bring the left operand's values of the words from `word` on, 16 bytes at a time."""
         width = min(self.per_word, 16 // _BYTES[self.spec.lhs_dtype])
-        for first in range(0, self.per_word, width):
+        for first in range(0, self.values, width):
             value = _vector(self.flat["lhs"], word * self.per_word + first, width)
-            _put(self.x, value, _i32(i * self.per_word + first), width)
+            _put(self.x, value, _i32(i * self.values + first), width)
 
     def load_w(self, slot: int, word_at: Any, scale_at: Any) -> None:
-        """Bring a word and its group's scale into registers."""
-        _put(self.w, _vector(self.flat["rhs_packed"], word_at, 1), _i32(slot), 1)
+        """Bring words of a row and their group's scale into registers."""
+        words = _vector(self.flat["rhs_packed"], word_at, self.together)
+        _put(self.w, words, _i32(slot * self.together), self.together)
         _put(self.scale, _vector(self.flat["rhs_scale"], scale_at, 1), _i32(slot), 1)
 
     def group(self, word: Any) -> Any:
@@ -63,16 +71,17 @@ class _Product:
         return tirx.floordiv(word, tirx.const(self.quant.group // self.per_word, "int64"))
 
     def add(self, i: int, row: int) -> None:
-        """Add the products of a word to the sum of a row."""
+        """Add the products of some words to the sum of a row."""
         bits, slot = self.quant.bits, i * self.rows + row
-        word = _vector(self.w, _i32(slot), 1)
         total: Any = None
-        for j in range(self.per_word):
-            field = word >> tirx.const(bits * j, "uint32") if j else word
+        for j in range(self.values):
+            at, low = slot * self.together + j // self.per_word, bits * (j % self.per_word)
+            word = _vector(self.w, _i32(at), 1)
+            field = word >> tirx.const(low, "uint32") if low else word
             field = field & tirx.const((1 << bits) - 1, "uint32")
             value = tirx.reinterpret("float32", field | tirx.const(_EXPONENT, "uint32"))
             value = value - tirx.const(float(2**23 + self.quant.offset), "float32")
-            x = _vector(self.x, _i32(i * self.per_word + j), 1)
+            x = _vector(self.x, _i32(i * self.values + j), 1)
             product = value * (x if x.ty.dtype == "float32" else tirx.Cast("float32", x))
             total = product if total is None else total + product
         scale = _vector(self.scale, _i32(slot), 1)
@@ -87,18 +96,27 @@ class _Product:
         _put(self.flat["out"], _finish(out, self.flat, T.bind(value), at, at), at, 1)
 
 
+def words_together(words: int, per_group: int) -> int:
+    """Words of a row that a lane reads at once: 16 bytes where a warp's lanes have as many."""
+    fits = (t for t in (4, 2) if words % t == 0 and words // t >= 32 and per_group % t == 0)
+    return next(fits, 1)
+
+
 def _by_rows(spec: GemmSpec, flat: dict[str, Any], n: Any) -> None:
     assert spec.quant is not None
     words, groups_k = spec.k // spec.quant.per_word, -(-spec.k // spec.quant.group)
-    lanes = lanes_per_row(words)
+    together = words_together(words, spec.quant.group // spec.quant.per_word)
+    ahead = max(2, AHEAD // together)
+    vectors = words // together
+    lanes = lanes_per_row(vectors)
     # A symbolic N is a vocabulary's.
-    each = rows_together(spec.n if isinstance(spec.n, int) else 8192, -(-words // lanes))
+    each = rows_together(spec.n if isinstance(spec.n, int) else 8192, -(-vectors // lanes))
     per_block = WARPS * (32 // lanes) * each
     with (
         T.launch_thread("blockIdx.x", tirx.floordiv(n + (per_block - 1), _i64(per_block))) as bx,
         T.launch_thread("threadIdx.x", 32 * WARPS) as tx,
     ):
-        it = _Product(spec, flat, n, each)
+        it = _Product(spec, flat, each, together, ahead)
         lane = T.bind(tirx.floormod(tx, _i32(lanes)))
         team = T.bind(tirx.Cast("int64", tirx.floordiv(tx, _i32(lanes))))
         row0 = T.bind(tirx.Cast("int64", bx) * per_block + team * each)
@@ -108,7 +126,7 @@ def _by_rows(spec: GemmSpec, flat: dict[str, Any], n: Any) -> None:
 
         def step(first: Any, count: int) -> None:
             for i in range(count):
-                word = T.bind(first + inside + i * lanes)
+                word = T.bind((first + inside + i * lanes) * together)
                 it.load_x(i, word)
                 group = it.group(word)
                 for r, row in enumerate(rows):
@@ -117,16 +135,16 @@ def _by_rows(spec: GemmSpec, flat: dict[str, Any], n: Any) -> None:
                 for r in range(each):
                     it.add(i, r)
 
-        whole = words // lanes
-        if whole >= AHEAD:
-            with T.serial(_i32(0), _i32(whole // AHEAD)) as ko:
-                step(tirx.Cast("int64", ko) * (AHEAD * lanes), AHEAD)
-        done = whole // AHEAD * AHEAD
+        whole = vectors // lanes
+        if whole >= ahead:
+            with T.serial(_i32(0), _i32(whole // ahead)) as ko:
+                step(tirx.Cast("int64", ko) * (ahead * lanes), ahead)
+        done = whole // ahead * ahead
         if whole > done:
             step(_i64(done * lanes), whole - done)
-        if words > whole * lanes:
+        if vectors > whole * lanes:
             start = _i64(whole * lanes)
-            with T.If(start + inside < words), T.Then():
+            with T.If(start + inside < vectors), T.Then():
                 step(start, 1)
         mask = tirx.const(0xFFFFFFFF, "uint32")
         for hop in (h for h in (16, 8, 4, 2, 1) if h < lanes):
@@ -146,7 +164,7 @@ def _by_columns(spec: GemmSpec, flat: dict[str, Any], n: Any) -> None:
         T.launch_thread("blockIdx.x", tirx.floordiv(n + 31, _i64(32))) as bx,
         T.launch_thread("threadIdx.x", 32 * PARTS) as tx,
     ):
-        it = _Product(spec, flat, n, 1)
+        it = _Product(spec, flat, 1, 1, AHEAD)
         shared = T.alloc_buffer((PARTS * 32,), "float32", scope="shared")
         lane = T.bind(tirx.floormod(tx, _i32(32)))
         part = T.bind(tirx.Cast("int64", tirx.floordiv(tx, _i32(32))))

@@ -39,7 +39,7 @@ def _spec(layout, bits, n, k, dtype, group=32, **options):
 
 
 # Around every edge: fewer words than lanes, a tail of lanes, whole steps with and without a rest.
-SIZES = [(90, 64), (7, 96), (33, 544), (130, 2144), (2050, 64)]
+SIZES = [(90, 64), (7, 96), (33, 544), (130, 2144), (2050, 64), (5, 1088)]
 
 
 @_cuda
