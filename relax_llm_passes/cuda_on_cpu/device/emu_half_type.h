@@ -33,10 +33,13 @@ struct EmuHalf {
   uint16_t bits;
 
   EmuHalf() = default;
-  EmuHalf(const EmuHalf&) = default;
-  EmuHalf& operator=(const EmuHalf&) = default;
-  EmuHalf(const volatile EmuHalf& o) : bits(o.bits) {}
-  volatile EmuHalf& operator=(const EmuHalf& o) volatile {
+  // From and to volatile memory. As templates these are no copy operations, so that the type stays
+  // trivial to copy, and a half2 or half4 is one access of 4 or 8 bytes as on the device.
+  template <class V, class = std::enable_if_t<std::is_volatile_v<V> &&
+                                              std::is_same_v<std::remove_cv_t<V>, EmuHalf>>>
+  EmuHalf(V& o) : bits(o.bits) {}
+  template <class H, class = std::enable_if_t<std::is_same_v<H, EmuHalf>>>
+  volatile EmuHalf& operator=(const H& o) volatile {
     bits = o.bits;
     return *this;
   }
