@@ -1,13 +1,15 @@
-"""Decoding a Llama beside llama.cpp: the same shapes, threads and weight formats, in turns.
+"""Decoding beside llama.cpp: the same shapes, threads and weight formats, in turns.
 
-Usage: python benchmarks/against_llama_cpp.py --threads 1 [--formats f16 q8_0 q4_0] --json out.json
+Usage: python benchmarks/against_llama_cpp.py --threads 1 [--models mpt] [--formats q4_0] --json out
 
 Needs the PyPI packages `llama-cpp-python` (built for this machine) and `gguf`. A GGUF file with
 drawn weights of the shapes of the graph is written to a temporary folder. One call decodes a token
-after 127 others. The nearest formats are compared: fp16 with fp16, q8_0 (fp16 scale for 32 weights)
-with 8 bits and fp32 scales, q4_0 with q4f16_1. llama.cpp rounds activations to 8 bits for q8_0 and
-q4_0, this package to no less than the graph's own type ("ours"), or to as many with
-`PartitionGemm.activation_bits=8` ("8 bits"). Engines take turns as in `models.py`.
+after 127 others. The nearest formats are compared. Llama: the graphs of mlc-llm in fp32, fp16, 8
+bits with fp32 scales and q4f16_1. MPT and RWKV-6: the graphs of the source framework, with
+quantised weights and fp16 scales as q8_0 and q4_0 have them; activations are fp32, as llama.cpp's.
+llama.cpp rounds activations to 8 bits for q8_0 and q4_0, this package to no less than the graph's
+own type ("ours"), or to as many with `PartitionGemm.activation_bits=8` ("8 bits"). Engines take
+turns as in `models.py`.
 """
 
 from __future__ import annotations
@@ -21,87 +23,47 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gguf_files import write_gguf  # noqa: E402
 from benchmarks.models import OURS_8, Engine, answer  # noqa: E402
 
+# The graph of each model and format; "+4" is one with its weights quantised (`packed_graph.py`).
 GRAPHS = {
-    "f32": "llama_mlc_decode",
-    "f16": "llama_mlc_decode_fp16",
-    "q8_0": "llama_mlc_decode_q8f32_0",
-    "q4_0": "llama_mlc_decode_q4f16_1",
+    "llama": {
+        "f32": "llama_mlc_decode",
+        "f16": "llama_mlc_decode_fp16",
+        "q8_0": "llama_mlc_decode_q8f32_0",
+        "q4_0": "llama_mlc_decode_q4f16_1",
+    },
+    "mpt": {
+        "f32": "mpt_hf_decode",
+        "f16": "mpt_hf_decode_fp16",
+        "q8_0": "mpt_hf_decode+8",
+        "q4_0": "mpt_hf_decode+4",
+    },
+    "rwkv6": {
+        "f32": "rwkv6_package_decode",
+        "q8_0": "rwkv6_package_decode+8",
+        "q4_0": "rwkv6_package_decode+4",
+    },
 }
+FORMATS = ("f32", "f16", "q8_0", "q4_0")
 PAST = 127
 
 
-def write_gguf(path: Path, kind: str, size: str) -> None:
-    """Write a Llama of the graphs' shapes with drawn weights."""
-    import gguf
-
-    from tests.graphs.sources.mlc_llama import SIZES
-
-    dims = SIZES[size]
-    hidden, ffn, heads, kv = dims["hidden"], dims["ffn"], dims["heads"], dims["kv"]
-    head = hidden // heads
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(dims["layers"])
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
-    writer.add_rope_dimension_count(head)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(dims["vocab"])
-    writer.add_tokenizer_model("no_vocab")
-    quantised = {
-        "f32": gguf.GGMLQuantizationType.F32,
-        "f16": gguf.GGMLQuantizationType.F16,
-        "q8_0": gguf.GGMLQuantizationType.Q8_0,
-        "q4_0": gguf.GGMLQuantizationType.Q4_0,
-    }[kind]
-    rng = np.random.default_rng(0)
-
-    def matrix(name: str, rows: int, columns: int) -> None:
-        values = rng.standard_normal((rows, columns), dtype=np.float32) / np.sqrt(columns)
-        writer.add_tensor(name, gguf.quants.quantize(values, quantised), raw_dtype=quantised)
-
-    def vector(name: str) -> None:
-        writer.add_tensor(name, np.ones(hidden, np.float32))
-
-    matrix("token_embd.weight", dims["vocab"], hidden)
-    matrix("output.weight", dims["vocab"], hidden)
-    vector("output_norm.weight")
-    for layer in range(dims["layers"]):
-        block = f"blk.{layer}."
-        vector(f"{block}attn_norm.weight")
-        vector(f"{block}ffn_norm.weight")
-        matrix(f"{block}attn_q.weight", heads * head, hidden)
-        matrix(f"{block}attn_k.weight", kv * head, hidden)
-        matrix(f"{block}attn_v.weight", kv * head, hidden)
-        matrix(f"{block}attn_output.weight", hidden, hidden)
-        matrix(f"{block}ffn_gate.weight", ffn, hidden)
-        matrix(f"{block}ffn_up.weight", ffn, hidden)
-        matrix(f"{block}ffn_down.weight", hidden, ffn)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _llama_cpp_worker(kind: str, size: str, threads: int) -> None:
+def _llama_cpp_worker(which: str, size: str, threads: int) -> None:
     import llama_cpp
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_gguf(path, kind, size)
+        name, _, kind = which.partition("/")
+        write_gguf(path, name, kind, size)
         model = llama_cpp.Llama(
             str(path),
-            n_ctx=256,
+            n_ctx=2048 if name == "rwkv6" else 256,
             n_threads=threads,
             n_threads_batch=threads,
             verbose=False,
@@ -110,7 +72,8 @@ def _llama_cpp_worker(kind: str, size: str, threads: int) -> None:
     model.eval(list(range(PAST)))
 
     def call() -> None:
-        model.n_tokens = PAST  # what follows is dropped from the cache by the next eval
+        if name != "rwkv6":  # its state cannot go back, and costs the same at every length
+            model.n_tokens = PAST  # what follows is dropped from the cache by the next eval
         model.eval([5])
 
     call()
@@ -126,7 +89,8 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--formats", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--models", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--size", default="real")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeats", type=int, default=5)
@@ -140,14 +104,16 @@ def main() -> int:
         return 2
     models = str(ROOT / "benchmarks" / "models.py")
     results: list[dict[str, Any]] = []
-    print(f"{'format':8}{'ours ms':>10}{'8 bits':>10}{'llama.cpp ms':>14}   ratios")
-    for kind in options.formats:
+    print(f"{'model':8}{'format':8}{'ours ms':>10}{'8 bits':>10}{'llama.cpp ms':>14}   ratios")
+    cases = [(m, f) for m in options.models for f in options.formats if f in GRAPHS[m]]
+    for model, kind in cases:
+        graph = GRAPHS[model][kind]
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             threads, size = options.threads, options.size
             names = ["ours", OURS_8] if kind.startswith("q") else ["ours"]
-            engines = [Engine(n, GRAPHS[kind], size, threads, folder, models) for n in names]
-            engines.append(Engine("llama.cpp", kind, size, threads, folder, __file__))
+            engines = [Engine(n, graph, size, threads, folder, models) for n in names]
+            engines.append(Engine("llama.cpp", f"{model}/{kind}", size, threads, folder, __file__))
             samples: dict[str, list[float]] = {e.name: [] for e in engines}
             try:
                 for _ in range(options.rounds):
@@ -156,7 +122,8 @@ def main() -> int:
             finally:
                 for engine in engines:
                     engine.close()
-        row: dict[str, Any] = {"format": kind, "graph": GRAPHS[kind], "threads": threads}
+        row: dict[str, Any] = {"model": model, "format": kind, "graph": graph}
+        row["threads"] = threads
         row["ms"] = {n: round(statistics.median(s), 3) for n, s in samples.items()}
         row["spread_ms"] = {n: [round(min(s), 3), round(max(s), 3)] for n, s in samples.items()}
         row["ratio"] = {}
@@ -166,8 +133,9 @@ def main() -> int:
             row["ratio"][name] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
         results.append(row)
         eight = f"{row['ms'][OURS_8]:.2f}" if OURS_8 in names else ""
+        times = f"{row['ms']['ours']:10.2f}{eight:>10}{row['ms']['llama.cpp']:14.2f}"
         print(
-            f"{kind:8}{row['ms']['ours']:10.2f}{eight:>10}{row['ms']['llama.cpp']:14.2f}   "
+            f"{model:8}{kind:8}{times}   "
             + ", ".join(f"{a:.2f} ({b:.2f} to {c:.2f})" for a, b, c in row["ratio"].values()),
             flush=True,
         )

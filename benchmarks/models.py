@@ -46,11 +46,12 @@ OURS_8 = "ours8"
 # --- worker -------------------------------------------------------------------------------------
 
 
-def _tvm_call(built: Any, engine: str) -> Any:
+def _tvm_call(built: Any, engine: str, bits: int = 0) -> Any:
     import tvm
     from tvm import relax
 
     import relax_llm_passes
+    from benchmarks.packed_graph import with_packed_weights
     from relax_llm_passes.sampling import to_numpy
 
     target = relax_llm_passes.parse_target("native")
@@ -61,10 +62,9 @@ def _tvm_call(built: Any, engine: str) -> Any:
         if engine == "tvm"
         else relax_llm_passes.default_pipeline(target, options=options)
     )
-    machine = relax.VirtualMachine(
-        tvm.compile(graph.mod, target, relax_pipeline=pipeline), tvm.cpu()
-    )
-    arguments = [tvm.runtime.tensor(np.array(a, order="C")) for a in graph.inputs()]
+    module, inputs = with_packed_weights(graph, bits) if bits else (graph.mod, graph.inputs())
+    machine = relax.VirtualMachine(tvm.compile(module, target, relax_pipeline=pipeline), tvm.cpu())
+    arguments = [tvm.runtime.tensor(np.array(a, order="C")) for a in inputs]
     function = machine[graph.function]
     return lambda: function(*arguments), to_numpy
 
@@ -113,14 +113,18 @@ def _package_call(built: Any, graph: str, size: str, threads: int) -> Any:
 
 
 def worker(engine: str, graph: str, size: str, threads: int, output: str) -> None:
-    """Build one engine, write its outputs, then time rounds as asked on standard input."""
+    """Build one engine, write its outputs, then time rounds as asked on standard input.
+
+    `graph+4` and `graph+8` are a graph with its weights quantised to so many bits.
+    """
     sys.path.insert(0, str(ROOT))
     from tests.graphs.build import build
 
+    graph, _, bits = graph.partition("+")
     built = build(graph, size)
     start = time.perf_counter()
     if engine in ("ours", OURS_8, "tvm"):
-        call, flat = _tvm_call(built, engine)
+        call, flat = _tvm_call(built, engine, int(bits or 0))
     elif engine == "rwkv":
         call, flat = _package_call(built, graph, size, threads)
     else:

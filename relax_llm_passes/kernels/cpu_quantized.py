@@ -177,22 +177,28 @@ def _float_step(
     order = group_order(lanes, group_words)
 
     def step(acc: Any, rows: list[Any], number: Any) -> None:
-        for c, row in enumerate(rows):
-            first = let(row * row_words + number * step_words)
-            prefetch_words(packed, first, step_words)
-            scale = let(load_in_order(scales, row * row_groups + number * lanes, order))
-            total = load(acc, c * lanes, lanes)
-            for v in range(vectors):
-                at = number * step_words + v * lanes
+        firsts, row_scales = [], []
+        for row in rows:
+            firsts.append(let(row * row_words + number * step_words))
+            prefetch_words(packed, firsts[-1], step_words)
+            at = row * row_groups + number * lanes
+            row_scales.append(let(load_in_order(scales, at, order)))
+        totals = [load(acc, c * lanes, lanes) for c in range(len(rows))]
+        # What meets a word is loaded once for all rows: one by one, LLVM keeps it on the stack.
+        for v in range(vectors):
+            at = let(number * step_words + v * lanes)
+            start = let(load(starts, at, lanes))
+            xs = [let(load(fields, at * per + j * lanes, lanes)) for j in range(per)]
+            for c, (first, scale) in enumerate(zip(firsts, row_scales, strict=True)):
                 word = let(load(packed, first + v * lanes, lanes, "uint32"))
                 # Two sums: one alone would wait for each multiply-add in turn.
-                sums = [let(load(starts, at, lanes)), None]
-                for j in range(per):
-                    x = load(fields, at * per + j * lanes, lanes)
+                sums = [start, None]
+                for j, x in enumerate(xs):
                     product = field(quant, lanes, word, j) * x
                     sums[j % 2] = let(product if sums[j % 2] is None else sums[j % 2] + product)
                 spread = spread_scales(scale, order, v, lanes, group_words)
-                total = let(total + spread * (sums[0] + sums[1]))
+                totals[c] = let(totals[c] + spread * (sums[0] + sums[1]))
+        for c, total in enumerate(totals):
             store(acc, total, c * lanes, lanes)
 
     return steps, step

@@ -266,21 +266,28 @@ def integer_step(
     def step(acc: Any, rows: list[Any], number: Any) -> None:
         group = let(left.first_group(number))
         factor = let(load(factors, number * lanes, lanes))
+        firsts, row_scales, totals = [], [], []
         for c, row in enumerate(rows):
-            first = let(row * row_words + group * group_words)
-            prefetch_words(packed, first, lanes * group_words)
+            firsts.append(let(row * row_words + group * group_words))
+            prefetch_words(packed, firsts[-1], lanes * group_words)
             scale = let(load_in_order(scales, row * row_groups + group, order) * factor)
             total = load(acc, c * lanes, lanes)
             if late:
                 total = let(total + scale * load(starts, number * lanes, lanes))
-            for v in range(vectors):
-                at = number * vectors + v
+            row_scales.append(scale)
+            totals.append(total)
+        # What meets a word is loaded once for all rows: one by one, LLVM keeps it on the stack.
+        for v in range(vectors):
+            at = let(number * vectors + v)
+            x = [let(load(xs, (at * fields + j) * lanes, lanes, "int32")) for j in range(fields)]
+            start = None if late else let(load(starts, at * lanes, lanes, "int32"))
+            for c, (first, scale) in enumerate(zip(firsts, row_scales, strict=True)):
                 word = let(load(packed, first + v * lanes, lanes, "uint32"))
-                x = [load(xs, (at * fields + j) * lanes, lanes, "int32") for j in range(fields)]
-                start = None if late else load(starts, at * lanes, lanes, "int32")
                 product = products(quant, tiles, bits, word, x, start)
                 value = tirx.Cast(f"float32x{lanes}", product)
-                total = let(total + spread_scales(scale, order, v, lanes, group_words) * value)
+                spread = spread_scales(scale, order, v, lanes, group_words)
+                totals[c] = let(totals[c] + spread * value)
+        for c, total in enumerate(totals):
             store(acc, total, c * lanes, lanes)
 
     return left.steps, step
