@@ -23,6 +23,7 @@ MODULES = (
     "relax_llm_passes.fusion.offload_cutlass",
     "relax_llm_passes.fusion.pack_weights",
     "relax_llm_passes.lower",
+    "relax_llm_passes.fusion.join_row_products",
     "relax_llm_passes.fusion.legalize_norms",
     "relax_llm_passes.fusion.wkv_primfunc",
     "relax_llm_passes.keep_effects",

@@ -44,6 +44,7 @@ GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     ),
     "lower": (
         "LowerComposites",
+        "JoinRowProducts",
         "LegalizeNorms",
         "ReplaceWkvKernels",
         "SealKernels",
