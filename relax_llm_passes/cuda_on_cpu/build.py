@@ -25,7 +25,7 @@ _HERE = Path(__file__).parent
 _COMMON = ["-std=gnu++17", "-fPIC", "-w", "-fno-strict-aliasing"]
 # Kernels. -ffp-contract=fast as nvcc (-fmad=true): a * b + c is one operation where the CPU has it.
 _KERNEL = [*_COMMON, "-O1", "-march=native", "-ffp-contract=fast", "-fno-threadsafe-statics", "-g1",
-           "-fno-toplevel-reorder"]  # fmt: skip
+           "-fno-toplevel-reorder", "-fno-semantic-interposition"]  # fmt: skip
 # The instrumented build. Without the two passes that split the copy of a vector into its fields,
 # each access is counted and checked with the width that the device would use.
 _CHECKED = ["-fsanitize=thread", "--param=tsan-distinguish-volatile=1",

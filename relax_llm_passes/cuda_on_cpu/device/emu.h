@@ -16,7 +16,8 @@
 #define __CUDACC_VER_MAJOR__ 13
 #define __CUDACC_VER_MINOR__ 0
 #define __global__
-#define __device__
+// Inlined, or g++ would not instrument `*p = f(...)`: the store belongs to the call.
+#define __device__ __attribute__((always_inline))
 #define __host__
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
