@@ -24,6 +24,7 @@ from .attention_pieces import static_int
 from .attention_plan import AttentionPlan
 from .attention_prefill_cpu import attention_prefill_cpu
 from .attention_prefill_cuda import attention_prefill_cuda
+from .attention_prefill_mma import MAX_DEPTH, attention_prefill_mma, mma_dtype, supports_mma
 
 __all__ = ["CpuAttention", "CudaAttention", "emit_plan", "match_of"]
 
@@ -213,7 +214,9 @@ class CudaAttention(_Base):
             return Refusal("an append with more query rows than one block serves", self.kind)
         if max(plan.D, plan.E) > 256:
             return Refusal(f"head dim {plan.D} (value {plan.E}) above 256", self.kind)
-        return Accept("tiles, float32 arithmetic")
+        return Accept(
+            "tiles, tensor cores" if _on_tensor_cores(plan, target) else "tiles, float32 arithmetic"
+        )
 
     def emit(
         self,
@@ -228,6 +231,8 @@ class CudaAttention(_Base):
         if _few_rows(plan, _MAX_DECODE_ROWS_CUDA) and _decode_shared(plan) <= _SHARED_BYTES:
             prim = attention_decode_cuda(plan, splits=_cuda_splits(plan))
             name = "attention_decode"
+        elif _on_tensor_cores(plan, target):
+            prim, name = attention_prefill_mma(plan), "attention_prefill"
         else:
             prim, name = attention_prefill_cuda(plan), "attention_prefill"
         # Not renewed, as on the CPU: `renew_defs` misses the sizes in thread extents. They are the
@@ -236,6 +241,11 @@ class CudaAttention(_Base):
 
 
 _MAX_DECODE_ROWS_CUDA = 8
+
+
+def _on_tensor_cores(plan: AttentionPlan, target: tvm.target.Target) -> bool:
+    fits = max(plan.D, plan.E) <= MAX_DEPTH and plan.append_k is None
+    return fits and mma_dtype(plan) is not None and supports_mma(target)
 
 
 def _decode_shared(plan: AttentionPlan) -> int:

@@ -10,13 +10,14 @@ from tvm.script.ir_builder import tirx as T
 from .attention_pieces import AttentionKernel, hoist_row_values
 from .attention_plan import AttentionPlan
 from .limits import KernelLimits
-from .scalar_expr import bound_analyzer, i64
+from .scalar_expr import bound_analyzer, dtype_of, i64
 
 __all__ = [
     "LIMITS",
     "THREADS",
     "CudaKernel",
     "exp",
+    "held",
     "lanes_max",
     "lanes_sum",
     "shuffle_xor",
@@ -55,6 +56,19 @@ def lanes_max(buffer: Any, index: Any, lanes: int) -> None:
         step //= 2
 
 
+def held(value: Any) -> Any:
+    """Keep a scalar in a register.
+
+    TVM's simplifiers write the expression of a bound variable out wherever it is read: a division
+    of 64 bits then stands in the innermost loop.
+    """
+    if isinstance(value, tirx.IntImm):
+        return value
+    register = T.alloc_buffer((1,), dtype_of(value), scope="local")
+    T.buffer_store(register, value, [0])
+    return register[0]
+
+
 def sync() -> None:
     T.evaluate(T.tvm_storage_sync("shared"))
 
@@ -68,6 +82,16 @@ class CudaKernel(AttentionKernel):
         super().__init__(plan, 1)
         # CUDA has a tanh of its own; keep the plan's.
         self.score = _row_score(self)
+
+    def bind_outer(self, index: Any) -> None:
+        """Split the block's index into the batch variables; no sizes are negative."""
+        rest = index
+        values = []
+        for extent in reversed(self.extents):
+            values.append(tirx.truncmod(rest, extent))
+            rest = tirx.truncdiv(rest, extent)
+        for (var, _), value in zip(self.plan.batch, reversed(values), strict=True):
+            self.outer[var] = held(bound_analyzer({}).simplify(value))
 
     def count(self) -> Any:
         """Blocks for one part of the keys: batch times groups of heads."""
