@@ -177,7 +177,21 @@ class _Finder:
             if nxt is None:
                 break
             cur = nxt
+        # The product behind takes its rows as they were: then what follows it is its epilogue.
+        while found.members[-1].same_as(cur) and is_view(self.view, cur) and self.is_operand(cur):
+            found.members.pop()
+            cur = self.view.resolve(self.view.value(cur).args[0])
         found.result = cur
+
+    def is_operand(self, var: relax.Expr) -> bool:
+        """Tell whether products' left operands are all that a value is used for."""
+        view = self.view
+        users = view.users(var)
+        return not view.is_output(var) and all(
+            (call := view.call(u.var, "relax.matmul")) is not None
+            and view.resolve(call.args[0]).same_as(var)
+            for u in users
+        )
 
     def step(self, found: _Match, cur: relax.Expr) -> relax.Var | None:
         """Absorb what reads `cur`, or return None where the chain ends."""
