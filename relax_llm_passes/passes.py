@@ -30,6 +30,7 @@ MODULES = (
     "relax_llm_passes.finish",
     "relax_llm_passes.schedule",
     "relax_llm_passes.kernels.attention",
+    "relax_llm_passes.kernels.cpu_batched_implementation",
     "relax_llm_passes.kernels.cpu_implementation",
     "relax_llm_passes.kernels.cuda_gemm",
     "relax_llm_passes.kernels.cuda_quantized",

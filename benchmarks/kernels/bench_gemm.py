@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import tvm
 
+from relax_llm_passes.kernels.cpu_batched import BatchSpec, batched_kernel
 from relax_llm_passes.kernels.cpu_gemm import gemm_kernel
 from relax_llm_passes.kernels.cpu_pack import pack_array
 from relax_llm_passes.kernels.cpu_spec import GemmSpec, QuantSpec
@@ -165,3 +166,50 @@ def test_gemv_quantised(benchmark: Any, n: int, k: int, bits: int, offset: int) 
     seconds = benchmark.stats.stats.median / len(weights)
     _report(benchmark, seconds, packed.nbytes + scale.nbytes, 2 * n * k)
     benchmark.extra_info["gigaweights_a_second"] = round(n * k / seconds / 1e9, 2)
+
+
+# Batch, rows, columns, length of the sums: scores and values of 16 heads of 64, prefill and decode.
+BATCHED = [(16, 128, 128, 64), (16, 128, 64, 128), (16, 1, 512, 64), (16, 1, 64, 512)]
+
+
+def _batched(lhs: np.ndarray, rhs: np.ndarray, layout: str) -> Any:
+    b, m, _ = lhs.shape
+    n = rhs.shape[2 if layout == "KN" else 1]
+    spec = BatchSpec(("b",), "m", "n", "k", rhs_layout=layout)
+    run = tvm.compile(batched_kernel(spec, CPU), target=CPU)[spec.key()]
+    out = tvm.runtime.tensor(np.zeros((b, m, n), "float32"))
+    x, y = tvm.runtime.tensor(lhs), tvm.runtime.tensor(rhs)
+    return lambda: run(x, y, out), lambda: out.numpy()
+
+
+def _batched_torch(lhs: np.ndarray, rhs: np.ndarray, layout: str) -> Any:
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(THREADS)
+    x, y = torch.from_numpy(lhs), torch.from_numpy(rhs)
+    y = y if layout == "KN" else y.transpose(1, 2)
+    out = []
+
+    def call() -> None:
+        out[:] = [torch.matmul(x, y)]
+
+    return call, lambda: out[0].numpy()
+
+
+@pytest.mark.parametrize("layout", ["KN", "NK"])
+@pytest.mark.parametrize("b, m, n, k", BATCHED)
+@pytest.mark.parametrize("engine", ["relax_llm", "torch"])
+def test_gemm_batched(
+    benchmark: Any, engine: str, b: int, m: int, n: int, k: int, layout: str
+) -> None:
+    rng = np.random.default_rng(0)
+    lhs = rng.standard_normal((b, m, k), dtype=np.float32)
+    rhs = rng.standard_normal((b, k, n) if layout == "KN" else (b, n, k), dtype=np.float32)
+    call, result = (_batched if engine == "relax_llm" else _batched_torch)(lhs, rhs, layout)
+    call()
+    want = lhs.astype(float) @ (rhs if layout == "KN" else rhs.swapaxes(1, 2)).astype(float)
+    # fp32 sums of k terms of about 1.
+    np.testing.assert_allclose(result(), want, rtol=1e-5, atol=1e-5 * np.sqrt(k))
+    repeats = max(1, int(3e7 / (b * m * n * k)))
+    benchmark.pedantic(lambda: [call() for _ in range(repeats)], rounds=9, warmup_rounds=1)
+    seconds = benchmark.stats.stats.median / repeats
+    _report(benchmark, seconds, rhs.nbytes, 2 * b * m * n * k)

@@ -7,7 +7,7 @@ is used for all rows of a tile; nothing is packed or transposed. One row: `cpu_d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import tirx
 
@@ -25,6 +25,7 @@ from .cpu_build import (
     store,
     tasks,
 )
+from .cpu_epilogue import Epilogue
 from .cpu_spec import GemmSpec
 from .cpu_tiles import CpuTiles
 from .cpu_weights import row_reader
@@ -32,8 +33,20 @@ from .cpu_weights import row_reader
 __all__ = ["emit_dot_rows", "emit_finish_tail"]
 
 
+class _Product(Protocol):
+    """What is read of a product's spec here."""
+
+    @property
+    def n(self) -> Any:
+        """Columns."""
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """Steps after the sum."""
+
+
 def emit_finish_tail(
-    spec: GemmSpec,
+    spec: _Product,
     buffers: Mapping[str, Any],
     value: Any,
     row_start: Any,

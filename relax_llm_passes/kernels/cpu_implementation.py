@@ -16,19 +16,19 @@ from .cpu_epilogue import Epilogue
 from .cpu_gemm import gemm_kernel
 from .cpu_spec import GemmSpec, QuantSpec
 
-__all__ = ["CpuGemm", "emit_product", "spec_of"]
+__all__ = ["CpuGemm", "Names", "emit_product", "spec_of", "static_shape"]
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
-def _shape(ty: Any, what: str) -> list[Any]:
+def static_shape(ty: Any, what: str) -> list[Any]:
     shape = getattr(ty, "shape", None)
     if not isinstance(shape, relax.ShapeExpr):
         raise InputError(f"{what}: its shape is not known")
     return list(shape.values)
 
 
-class _Names:
+class Names:
     """Names for symbolic sizes: equal expressions get one name."""
 
     def __init__(self) -> None:
@@ -77,17 +77,17 @@ def spec_of(composite: Composite, who: str = "CPU kernels have") -> tuple[GemmSp
     if attrs.get("lhs_layout", "MK") != "MK":
         raise InputError("the left operand is transposed")
     lhs = composite.ty("lhs")
-    lhs_shape = _shape(lhs, "lhs")
+    lhs_shape = static_shape(lhs, "lhs")
     quant = _quant(attrs["quant"], who) if attrs.get("quant") else None
     layout = str(attrs["rhs_layout"])
-    names = _Names()
+    names = Names()
     k_size = names(lhs_shape[-1])
     if not isinstance(k_size, int):
         raise InputError("the length of the sums (K) is symbolic")
     if quant is not None:
         roles = ["lhs", "rhs_packed", "rhs_scale"]
-        packed = _shape(composite.ty("rhs_packed"), "rhs_packed")
-        scale = _shape(composite.ty("rhs_scale"), "rhs_scale")
+        packed = static_shape(composite.ty("rhs_packed"), "rhs_packed")
+        scale = static_shape(composite.ty("rhs_scale"), "rhs_scale")
         along = 1 if layout == "NK" else 0
         n_dim, rhs_dtype = packed[1 - along], "uint32"
         words, groups = -(-k_size // quant.per_word), -(-k_size // quant.group)
@@ -102,7 +102,7 @@ def spec_of(composite: Composite, who: str = "CPU kernels have") -> tuple[GemmSp
     else:
         roles = ["lhs", "rhs"]
         rhs = composite.ty("rhs")
-        rhs_shape = _shape(rhs, "rhs")
+        rhs_shape = static_shape(rhs, "rhs")
         if len(rhs_shape) != 2:
             raise InputError("the right operand has batch axes, it is no weight")
         n_dim, k_dim = rhs_shape if layout == "NK" else rhs_shape[::-1]
@@ -111,7 +111,7 @@ def spec_of(composite: Composite, who: str = "CPU kernels have") -> tuple[GemmSp
         rhs_dtype = str(rhs.dtype)
     n = names(n_dim)
     out = composite.result_ty
-    out_shape = _shape(out, "out")
+    out_shape = static_shape(out, "out")
     if not same_dims(out_shape[:-1], lhs_shape[:-1]):
         raise InputError("the result's leading axes are not those of the left operand")
     steps = attrs.get("epilogue") or []
@@ -121,7 +121,7 @@ def spec_of(composite: Composite, who: str = "CPU kernels have") -> tuple[GemmSp
         if not role:
             continue
         dtypes[role] = str(composite.ty(role).dtype)
-        shape = _shape(composite.ty(role), role)
+        shape = static_shape(composite.ty(role), role)
         if step["op"] == "bias":
             if not same_dim(shape[-1], n_dim) or not all(same_dim(d, 1) for d in shape[:-1]):
                 raise InputError(f"bias {tuple(shape)}, expected ({n},)")
