@@ -16,6 +16,7 @@ __all__ = [
     "LIMITS",
     "THREADS",
     "CudaKernel",
+    "all_registers",
     "exp",
     "held",
     "lanes_max",
@@ -67,6 +68,14 @@ def held(value: Any) -> Any:
     register = T.alloc_buffer((1,), dtype_of(value), scope="local")
     T.buffer_store(register, value, [0])
     return register[0]
+
+
+def all_registers() -> Any:
+    """Return a scope in which ptxas may use 255 registers for blocks of up to 128 threads.
+
+    Two such blocks fit a multiprocessor: left to itself it would rather spill a few for a third.
+    """
+    return T.attr(_i32(0), "tirx.launch_bounds_min_blocks_per_sm", _i32(2))
 
 
 def sync() -> None:

@@ -13,7 +13,16 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .attention_pieces import LOWEST, begin_function, cast_to, f32, local, opaque
-from .attention_pieces_cuda import THREADS, CudaKernel, exp, lanes_max, lanes_sum, sync
+from .attention_pieces_cuda import (
+    THREADS,
+    CudaKernel,
+    all_registers,
+    exp,
+    held,
+    lanes_max,
+    lanes_sum,
+    sync,
+)
 from .attention_plan import AttentionPlan
 from .scalar_expr import bound_analyzer, i64, substitute
 
@@ -24,7 +33,8 @@ def attention_prefill_cuda(plan: AttentionPlan, name: str = "attention") -> Any:
     """Return a PrimFunc with thread bindings for any number of query rows.
 
     128 threads work on a tile of 32 rows by 32 keys (16 by 16 for depths above 160, so that the
-    tiles fit 48 KiB): 16 lanes share a row group. Plain float32 arithmetic, no tensor cores.
+    tiles fit 48 KiB): 16 lanes share a row group. Plain float32 arithmetic; for fp16 and bf16 there
+    is `attention_prefill_mma`.
     """
     assert plan.append_k is None
     kernel = CudaKernel(plan)
@@ -41,10 +51,12 @@ def attention_prefill_cuda(plan: AttentionPlan, name: str = "attention") -> Any:
             with (
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", i64(THREADS)) as thread,
+                all_registers(),
             ):
-                kernel.bind_outer(tirx.floordiv(block, tiles))
+                tiles = held(tiles)
+                kernel.bind_outer(tirx.truncdiv(block, tiles))
                 # Long rows first: under a causal mask the last tiles have the most work.
-                first = T.bind((tiles - i64(1) - tirx.floormod(block, tiles)) * i64(tile))
+                first = held((tiles - i64(1) - tirx.truncmod(block, tiles)) * i64(tile))
                 _prefill_block(kernel, first, S, tile, thread)
     return builder.get()
 

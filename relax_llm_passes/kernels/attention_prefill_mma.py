@@ -36,7 +36,7 @@ from .attention_pieces import (
     opaque,
     uncast,
 )
-from .attention_pieces_cuda import CudaKernel, exp, held, lanes_max, lanes_sum, sync
+from .attention_pieces_cuda import CudaKernel, all_registers, exp, held, lanes_max, lanes_sum, sync
 from .attention_plan import AttentionPlan
 from .limits import KernelLimits
 from .scalar_expr import (
@@ -164,8 +164,7 @@ def attention_prefill_mma(
                 T.launch_thread("threadIdx.x", i64(tile.threads)) as thread,
                 # Loops are left to nvcc to unroll: TVM's passes are slow on what they write out.
                 T.attr(_i32(0), "pragma_unroll_explicit", _i32(0)),
-                # Two blocks may use all registers: for a third ptxas would rather spill a few.
-                T.attr(_i32(0), "tirx.launch_bounds_min_blocks_per_sm", _i32(2)),
+                all_registers(),
             ):
                 tiles = held(tiles)
                 kernel.bind_outer(tirx.truncdiv(block, tiles))
