@@ -10,6 +10,7 @@ MODULES = (
     "relax_llm_passes.fusion.expand_rotary",
     "relax_llm_passes.fusion.canonicalize_bindings",
     "relax_llm_passes.fusion.inplace_kv_cache",
+    "relax_llm_passes.fusion.raise_softmax",
     "relax_llm_passes.fusion.wkv",
     "relax_llm_passes.fusion.group_norm_gate",
     "relax_llm_passes.fusion.token_mix",

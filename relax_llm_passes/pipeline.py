@@ -31,7 +31,7 @@ __all__ = ["Pipeline", "default_pipeline", "deferred_pipeline", "stages"]
 # The graph stages by pass name, in order. Target-dependent choices are made inside the passes.
 GRAPH_PASSES: dict[str, tuple[str, ...]] = {
     "clean": ("ExpandAttention", "ExpandRotaryKernels", "CanonicalizeBindings"),
-    "raise": (),
+    "raise": ("RaiseSoftmax",),
     "fuse": (
         "FuseWkv",
         "FuseGroupNormGate",
