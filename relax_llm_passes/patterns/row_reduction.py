@@ -16,7 +16,7 @@ anything that is no arithmetic. A reduction with nothing around it is left to TV
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import tirx
@@ -26,6 +26,7 @@ from ..kernels.scalar_expr import any_node, buffer_loads, call_name, i64, rewrit
 from ..outline import Region
 from ..report import Refusal
 from .absorb import absorb
+from .alike import alike, follow, path_between
 from .element_operators import ELEMENTWISE, float_unary
 from .element_scalars import Unreadable
 from .elements import ElementReader
@@ -35,6 +36,7 @@ __all__ = ["KIND", "RowMatch", "RowStage", "find_row_reductions", "region_of"]
 
 KIND = "row_reduction"
 REDUCTIONS = {"relax.sum": "sum", "relax.mean": "mean", "relax.max": "max", "relax.min": "min"}
+_MOST_FORMS = 8  # kinds of norms that a graph's layers take turns in
 _FLOATS = ("float16", "bfloat16", "float32")
 # What is followed here beside what every reader follows.
 _MORE = {
@@ -99,9 +101,15 @@ def find_row_reductions(view: FunctionView) -> list[RowMatch | Refusal]:
     """Find the reductions of a scope with what can be computed around them, in program order."""
     found: list[RowMatch | Refusal] = []
     taken: set[Any] = set()
+    forms: list[tuple[Any, RowMatch]] = []  # with the first reduction of each
     for binding in view.bindings:
         var = binding.var
         if op_name(binding.value) not in REDUCTIONS or var in taken or view.is_alias(var):
+            continue
+        again = next((m for f in forms if (m := _again(view, *f, var, taken)) is not None), None)
+        if again is not None:
+            taken.update(again.region)
+            found.append(again)
             continue
         try:
             match = _Finder(view, taken).match(var)
@@ -111,7 +119,27 @@ def find_row_reductions(view: FunctionView) -> list[RowMatch | Refusal]:
         if match is not None:
             taken.update(match.region)
             found.append(match)
+            forms = [(var, match), *forms[: _MOST_FORMS - 1]]
     return found
+
+
+def _again(
+    view: FunctionView, first: Any, form: RowMatch, var: Any, taken: set[Any]
+) -> RowMatch | None:
+    """Return the match around the reduction `var` where it differs from `form` in names only."""
+    out = follow(view, path_between(view, first, form.out, form.region), var)
+    mapped = None if out is None else alike(view, form.region, [form.out], [out])
+    if mapped is None or not mapped[first].same_as(var):
+        return None
+    region = {mapped[v]: None for v in form.region}
+    if any(v in taken for v in region):
+        return None
+    # What else reads a value inside decides where the region ends.
+    for old, new in mapped.items():
+        if old in form.region and len(view.users(old)) != len(view.users(new)):
+            return None
+    leaves = {mapped.get(v, v): b for v, b in form.leaves.items()}
+    return replace(form, leaves=leaves, out=out, region=region)
 
 
 def region_of(match: RowMatch) -> Region:
