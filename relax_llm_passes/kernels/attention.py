@@ -7,6 +7,7 @@ found it, so a kernel computes exactly what the body says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -208,7 +209,7 @@ class CudaAttention(_Base):
         if isinstance(match, Refusal):
             return match
         plan = match.plan
-        if _few_rows(plan, _MAX_DECODE_ROWS_CUDA) and _decode_shared(plan) <= _SHARED_BYTES:
+        if _cuda_decode_plan(plan) is not None:
             return Accept("decode")
         if plan.append_k is not None:
             return Refusal("an append with more query rows than one block serves", self.kind)
@@ -228,8 +229,9 @@ class CudaAttention(_Base):
         """Emit one call_tir."""
         match = self._match(composite)
         plan: AttentionPlan = match.plan
-        if _few_rows(plan, _MAX_DECODE_ROWS_CUDA) and _decode_shared(plan) <= _SHARED_BYTES:
-            prim = attention_decode_cuda(plan, splits=_cuda_splits(plan))
+        decode = _cuda_decode_plan(plan)
+        if decode is not None:
+            prim = attention_decode_cuda(decode, splits=_cuda_splits(decode))
             name = "attention_decode"
         elif _on_tensor_cores(plan, target):
             prim, name = attention_prefill_mma(plan), "attention_prefill"
@@ -248,6 +250,22 @@ def _on_tensor_cores(plan: AttentionPlan, target: tvm.target.Target) -> bool:
     return fits and mma_dtype(plan) is not None and supports_mma(target)
 
 
+def _cuda_decode_plan(plan: AttentionPlan) -> AttentionPlan | None:
+    """Return the plan for blocks that stream the keys, or None where there are too many rows.
+
+    Heads that share keys are one block's, up to its rows. More of them are several blocks', which
+    read the same keys at the same time; but a cache that goes out has to be written by one.
+    """
+    rows = static_int(plan.S)
+    if rows is None or rows > _MAX_DECODE_ROWS_CUDA or _decode_shared(plan) > _SHARED_BYTES:
+        return None
+    most = _MAX_DECODE_ROWS_CUDA // rows
+    group = max(g for g in range(1, most + 1) if plan.group % g == 0)
+    if group == plan.group:
+        return plan
+    return None if plan.append_k is not None else replace(plan, group=group)
+
+
 def _decode_shared(plan: AttentionPlan) -> int:
     lanes, _ = decode_lanes(plan.D, 32)
     return 128 // lanes * (plan.E + 2) * 4
@@ -263,4 +281,4 @@ def _cuda_splits(plan: AttentionPlan) -> int:
     keys = static_int(plan.T)
     if keys is not None:
         parts = min(parts, keys // _SPLIT_KEYS_CUDA)
-    return max(1, min(parts, 16))
+    return max(1, parts)

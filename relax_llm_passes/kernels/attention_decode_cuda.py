@@ -17,6 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from .attention_combine_cuda import combine, store_out
 from .attention_pieces import (
     LOWEST,
+    aligned_width,
     begin_function,
     cast_to,
     contiguous_in,
@@ -167,9 +168,7 @@ class _Decode:
         self.top, self.total = local((R,)), local((R,))
         for r, (member, s) in enumerate(rows):
             kernel.bind_row_values(r, member, i64(s))
-            with T.unroll(i64(self.dn)) as i, T.unroll(i64(self.dv)) as j:
-                value = kernel.at(plan.q, member, s=i64(s), d=self._depth(i, j, self.dv))
-                T.buffer_store(self.query[r], value, [i * i64(self.dv) + j])
+            self._load_query(self.query[r], member, i64(s))
             with T.unroll(i64(self.en * self.ev)) as i:
                 T.buffer_store(self.sums[r], f32(0.0), [i])
             T.buffer_store(self.top, f32(LOWEST), [r])
@@ -179,6 +178,21 @@ class _Decode:
         else:
             self._with_append(begin, end, low, high)
         self._merge()
+
+    def _load_query(self, query: Any, member: int, s: Any) -> None:
+        plan, kernel = self.plan, self.kernel
+        if self.dv > 1 and aligned_width(plan, plan.q, plan.d, plan.D) >= self.dv:
+            load = plan.q.value if isinstance(plan.q, tirx.Cast) else plan.q
+            raw = local((self.dn * self.dv,), str(load.ty.dtype))
+            with T.unroll(i64(self.dn)) as i, T.vectorized(i64(self.dv)) as j:
+                value = kernel.at(load, member, s=s, d=self._depth(i, j, self.dv))
+                T.buffer_store(raw, value, [i * i64(self.dv) + j])
+            with T.unroll(i64(self.dn * self.dv)) as i:
+                T.buffer_store(query, cast_to(raw[i], "float32"), [i])
+            return
+        with T.unroll(i64(self.dn)) as i, T.unroll(i64(self.dv)) as j:
+            value = kernel.at(plan.q, member, s=s, d=self._depth(i, j, self.dv))
+            T.buffer_store(query, value, [i * i64(self.dv) + j])
 
     def _depth(self, i: Any, j: Any, vector: int) -> Any:
         return (i * i64(self.lanes) + self.lane) * i64(vector) + j

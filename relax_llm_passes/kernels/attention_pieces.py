@@ -32,6 +32,7 @@ from .scalar_expr import (
 __all__ = [
     "LOWEST",
     "AttentionKernel",
+    "aligned_width",
     "begin_function",
     "cast_to",
     "contiguous_in",
@@ -83,6 +84,25 @@ def contiguous_in(expr: Any, var: Any) -> bool:
         if static_int(bound_analyzer({}).simplify(step)) != 1:
             return False
     return True
+
+
+def aligned_width(plan: AttentionPlan, expr: Any, var: Any, size: int) -> int:
+    """Return how many elements of `expr` along `var` are one aligned read of up to 16 bytes."""
+    load = expr.value if isinstance(expr, tirx.Cast) else expr
+    if not isinstance(load, TensorLoad) or not contiguous_in(load, var):
+        return 1
+    most = 16 * 8 // tvm.DataType(dtype_of(load)).bits
+    flat: Any = i64(0)
+    for index, extent in zip(load.indices, load.source.shape, strict=True):
+        flat = flat * i64(extent) + i64(index)
+    for width in (8, 4, 2):
+        if size % width or width > most:
+            continue
+        analyzer = bound_analyzer(plan.ranges)
+        at = substitute(flat, {var: tirx.Var("step", "int64") * i64(width)})
+        if analyzer.can_prove_equal(tirx.floormod(at, i64(width)), i64(0)):
+            return width
+    return 1
 
 
 class AttentionKernel:

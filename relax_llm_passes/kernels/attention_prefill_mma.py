@@ -28,9 +28,9 @@ from tvm.tirx.script.builder import ir as TX
 from ..targets import attribute
 from .attention_pieces import (
     LOWEST,
+    aligned_width,
     begin_function,
     cast_to,
-    contiguous_in,
     f32,
     local,
     opaque,
@@ -40,7 +40,6 @@ from .attention_pieces_cuda import CudaKernel, all_registers, exp, held, lanes_m
 from .attention_plan import AttentionPlan
 from .limits import KernelLimits
 from .scalar_expr import (
-    TensorLoad,
     bound_analyzer,
     buffer_loads,
     depends_on,
@@ -262,24 +261,6 @@ class _Tile:
                                        offset, self.buffer.data, at))  # fmt: skip
 
 
-def _copy_width(plan: AttentionPlan, expr: Any, var: Any, size: int, dtype: str) -> int:
-    """Return how many elements of `expr` along `var` are one aligned copy of memory; 1 if none."""
-    load = expr.value if isinstance(expr, tirx.Cast) else expr
-    if not isinstance(load, TensorLoad) or dtype_of(load) != dtype or not contiguous_in(load, var):
-        return 1
-    flat: Any = i64(0)
-    for index, extent in zip(load.indices, load.source.shape, strict=True):
-        flat = flat * i64(extent) + i64(index)
-    for width in (8, 4, 2):
-        if size % width:
-            continue
-        analyzer = bound_analyzer(plan.ranges)
-        at = substitute(flat, {var: tirx.Var("step", "int64") * i64(width)})
-        if analyzer.can_prove_equal(tirx.floormod(at, i64(width)), i64(0)):
-            return width
-    return 1
-
-
 class _Block:
     def __init__(
         self, kernel: CudaKernel, tile: MmaTile, dtype: str, first: Any, total: Any, thread: Any
@@ -386,7 +367,7 @@ class _Block:
             place = self._row(self.first + tirx.Cast("int64", row))
             return self._of_row(expr, place, d=tirx.Cast("int64", col))
 
-        width = _copy_width(plan, plan.q, plan.d, plan.D, self.dtype)
+        width = aligned_width(plan, plan.q, plan.d, plan.D)
         self.q.fill(self.thread, plan.q, plan.d, width, at)
         _arrived()
         if self.tile.query_in_registers:
@@ -408,7 +389,7 @@ class _Block:
             t = tirx.Min(first + tirx.Cast("int64", row), self.end - i64(1))
             return self.kernel.at(expr, **{axis: tirx.Cast("int64", col), "t": t})
 
-        width = _copy_width(plan, expr, var, size, self.dtype)
+        width = aligned_width(plan, expr, var, size)
         tile.fill(self.thread, expr, var, width, at)
 
     def _scores(self) -> None:
