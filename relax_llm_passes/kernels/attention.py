@@ -25,7 +25,8 @@ from .attention_pieces import static_int
 from .attention_plan import AttentionPlan
 from .attention_prefill_cpu import attention_prefill_cpu
 from .attention_prefill_cuda import attention_prefill_cuda
-from .attention_prefill_mma import MAX_DEPTH, attention_prefill_mma, mma_dtype, supports_mma
+from .attention_prefill_mma import attention_prefill_mma
+from .attention_tiles_mma import MAX_DEPTH, mma_dtype, supports_mma
 
 __all__ = ["CpuAttention", "CudaAttention", "emit_plan", "match_of"]
 

@@ -15,17 +15,14 @@ that are an odd multiple of 16 bytes apart: 8 of them lie in 32 different banks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import tvm
 from tvm import tirx
-from tvm.backend.cuda.op import ptx_legacy_ldmatrix, ptx_legacy_mma
+from tvm.backend.cuda.op import ptx_legacy_mma
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx.script.builder import ir as TX
 
-from ..targets import attribute
 from .attention_pieces import (
     LOWEST,
     aligned_width,
@@ -34,99 +31,25 @@ from .attention_pieces import (
     f32,
     local,
     opaque,
-    uncast,
 )
-from .attention_pieces_cuda import CudaKernel, all_registers, exp, held, lanes_max, lanes_sum, sync
+from .attention_pieces_cuda import (
+    CudaKernel,
+    all_registers,
+    exp,
+    held,
+    lanes_max,
+    lanes_sum,
+    sync,
+)
 from .attention_plan import AttentionPlan
+from .attention_tiles_mma import HALVES, MmaTile, SharedRows, i32, mma_dtype, mma_tile, put, rolled
 from .limits import KernelLimits
-from .scalar_expr import (
-    bound_analyzer,
-    buffer_loads,
-    depends_on,
-    dtype_of,
-    i64,
-    substitute,
-)
+from .scalar_expr import bound_analyzer, i64, substitute
 
-__all__ = [
-    "HALVES",
-    "LIMITS",
-    "MAX_DEPTH",
-    "MmaTile",
-    "attention_prefill_mma",
-    "mma_dtype",
-    "mma_tile",
-    "supports_mma",
-]
+__all__ = ["LIMITS", "attention_prefill_mma"]
 
 # What ptxas may say that it needs; tests/kernels/test_attention_mma.py holds it to that.
 LIMITS = KernelLimits(registers=255, resident_threads=128)
-
-
-HALVES = {"float16": "fp16", "bfloat16": "bf16"}
-MAX_DEPTH = 256
-PAD = 8  # elements behind a row of shared memory
-
-
-@dataclass(frozen=True)
-class MmaTile:
-    """How a block divides its work.
-
-    Attributes
-    ----------
-    warps : int
-        Of 16 query rows each.
-    keys : int
-        Of one tile, a multiple of 16.
-    query_in_registers : bool
-        Else the query's fragments are read from shared memory for each tile of keys.
-    """
-
-    warps: int
-    keys: int
-    query_in_registers: bool
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a block."""
-        return 16 * self.warps
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.warps
-
-
-def mma_tile(plan: AttentionPlan) -> MmaTile:
-    """Return the tile: what fits 255 registers a thread and 48 KiB of shared memory."""
-    if max(plan.D, plan.E) > 128:
-        return MmaTile(2, 16, False)
-    # Masks from memory are in registers on their way: then the tile's scores are fewer.
-    masked = any(depends_on(load, plan.t) for load in buffer_loads(plan.score))
-    return MmaTile(4, 32 if masked else 64, True)
-
-
-def mma_dtype(plan: AttentionPlan) -> str | None:
-    """Return the dtype of the products, or None where rounding to it would lose something.
-
-    Everything that q, k and v read along the depth must be of that one dtype. What a graph computes
-    from it in float32 (a rotary, a scale) is rounded to it, as the graph itself does.
-    """
-    found = set()
-    for expr, var in ((plan.q, plan.d), (plan.k, plan.d), (plan.v, plan.e)):
-        for load in buffer_loads(expr):
-            if depends_on(load, var) and not _is_table(load, plan):
-                found.add(dtype_of(load))
-    if len(found) != 1:
-        return None
-    dtype = found.pop()
-    return dtype if dtype in HALVES else None
-
-
-def _is_table(load: Any, plan: AttentionPlan) -> bool:
-    """Tell whether a load is the same for all heads: cosines and sines."""
-    heads = [var for var, _ in plan.batch]
-    return not any(depends_on(load, var) for var in heads[-1:]) and dtype_of(load) == "float32"
 
 
 def attention_prefill_mma(
@@ -162,7 +85,7 @@ def attention_prefill_mma(
                 T.launch_thread("blockIdx.x", blocks) as block,
                 T.launch_thread("threadIdx.x", i64(tile.threads)) as thread,
                 # Loops are left to nvcc to unroll: TVM's passes are slow on what they write out.
-                T.attr(_i32(0), "pragma_unroll_explicit", _i32(0)),
+                T.attr(i32(0), "pragma_unroll_explicit", i32(0)),
                 all_registers(),
             ):
                 tiles = held(tiles)
@@ -173,94 +96,6 @@ def attention_prefill_mma(
     return builder.get()
 
 
-def _i32(value: int) -> Any:
-    return tirx.IntImm("int32", value)
-
-
-def _put(buffer: Any, value: Any, index: Any) -> None:
-    T.buffer_store(buffer, value, [index])
-
-
-def _rolled(count: int) -> Any:
-    """Return a loop that nvcc does not write out either."""
-    return T.serial(_i32(count), annotations={"disable_unroll": True})
-
-
-class _Tile:
-    """Rows of one operand in shared memory, and how they come there."""
-
-    def __init__(
-        self, tile: MmaTile, rows: int, size: int, dtype: str, shared: _Tile | None = None
-    ) -> None:
-        self.rows, self.size, self.dtype, self.threads = rows, size, dtype, tile.threads
-        self.padded = -(-size // 16) * 16
-        self.stride = self.padded + PAD
-        if shared is None:
-            self.buffer = T.alloc_buffer((rows * self.stride,), dtype, scope="shared")
-        else:
-            assert rows <= shared.rows and size == shared.size
-            self.buffer = shared.buffer
-
-    def clear_padding(self, thread: Any) -> None:
-        """Zero the columns that no copy writes: they meet the other operand's."""
-        extra = self.padded - self.size
-        if extra:
-            self._each(thread, extra, 1, lambda row, col: _put(
-                self.buffer, tirx.const(0, self.dtype), row * _i32(self.stride) + col
-                + _i32(self.size)))  # fmt: skip
-
-    def _each(self, thread: Any, size: int, width: int, body: Any) -> None:
-        across = size // width
-        total = self.rows * across
-        steps = -(-total // self.threads)
-        # Where rows do not end with a quarter of a warp, neighbouring lanes take the same column of
-        # different rows: those are in different banks, and a warp reads whole sectors all the same.
-        columns = next((c for c in (4, 2) if across % 8 and across % c == 0), 0)
-        # Written out, the addresses would take the registers that sums and scores need.
-        with _rolled(steps) as i:
-            number = i * _i32(self.threads) + thread
-            if columns:
-                high = 32 // columns
-                chunk, lane = tirx.floordiv(number, _i32(32)), tirx.floormod(number, _i32(32))
-                row = tirx.floordiv(chunk, _i32(across // columns)) * _i32(high)
-                row = row + tirx.floormod(lane, _i32(high))
-                col = tirx.floormod(chunk, _i32(across // columns)) * _i32(columns)
-                col = (col + tirx.floordiv(lane, _i32(high))) * _i32(width)
-            else:
-                row = tirx.floordiv(number, _i32(across))
-                col = tirx.floormod(number, _i32(across)) * _i32(width)
-            if total % self.threads == 0:
-                body(row, col)
-            else:
-                with T.If(number < _i32(total)), T.Then():
-                    body(row, col)
-
-    def fill(self, thread: Any, expr: Any, var: Any, width: int, at: Any) -> None:
-        """Copy rows; `at(expr, row, depth)` puts the axes in. By cp.async where `width` > 1."""
-
-        def vector(row: Any, col: Any) -> None:
-            source = at(expr.value if isinstance(expr, tirx.Cast) else expr, row, col)
-            target = tirx.BufferLoad(self.buffer, [row * _i32(self.stride) + col])
-            kind = "cg" if width == 8 else "ca"
-            copy = TX.ptx[f"cp.async.{kind}.shared.global"]
-            T.evaluate(copy(T.address_of(target), T.address_of(source), 2 * width))
-
-        def element(row: Any, col: Any) -> None:
-            value = uncast(at(expr, row, col), self.dtype)
-            _put(self.buffer, value, row * _i32(self.stride) + col)
-
-        if width > 1:
-            self._each(thread, self.size, width, vector)
-        else:
-            self._each(thread, self.size, 1, element)
-
-    def load(self, registers: Any, offset: Any, row: Any, col: Any, transposed: bool) -> None:
-        """Load four 8 x 8 matrices; `row` and `col` are those of this lane's address."""
-        at = row * _i32(self.stride) + col
-        T.evaluate(ptx_legacy_ldmatrix(self.dtype, transposed, 4, ".b16", registers.data,
-                                       offset, self.buffer.data, at))  # fmt: skip
-
-
 class _Block:
     def __init__(
         self, kernel: CudaKernel, tile: MmaTile, dtype: str, first: Any, total: Any, thread: Any
@@ -269,23 +104,23 @@ class _Block:
         self.first, self.total = first, total
         plan = self.plan
         self.thread = held(tirx.Cast("int32", thread))
-        lane = held(tirx.floormod(self.thread, _i32(32)))
-        self.warp = held(tirx.floordiv(self.thread, _i32(32)))
-        self.g = held(tirx.floordiv(lane, _i32(4)))
-        self.t = held(tirx.floormod(lane, _i32(4)))
+        lane = held(tirx.floormod(self.thread, i32(32)))
+        self.warp = held(tirx.floordiv(self.thread, i32(32)))
+        self.g = held(tirx.floordiv(lane, i32(4)))
+        self.t = held(tirx.floormod(lane, i32(4)))
         # This lane's row in the matrix whose address it gives, and which matrix that is.
-        self.matrix_row = held(tirx.floormod(lane, _i32(8)))
-        self.low = held(tirx.floormod(tirx.floordiv(lane, _i32(8)), _i32(2)) * _i32(8))
-        self.high = held(tirx.floordiv(lane, _i32(16)) * _i32(8))
+        self.matrix_row = held(tirx.floormod(lane, i32(8)))
+        self.low = held(tirx.floormod(tirx.floordiv(lane, i32(8)), i32(2)) * i32(8))
+        self.high = held(tirx.floordiv(lane, i32(16)) * i32(8))
         # A query that goes to registers is where the keys will be.
-        self.v = _Tile(tile, tile.keys, plan.E, dtype)
+        self.v = SharedRows(tile, tile.keys, plan.E, dtype)
         if tile.query_in_registers and tile.keys >= tile.rows:
-            self.k = _Tile(tile, tile.keys, plan.D, dtype)
-            self.q = _Tile(tile, tile.rows, plan.D, dtype, self.k)
+            self.k = SharedRows(tile, tile.keys, plan.D, dtype)
+            self.q = SharedRows(tile, tile.rows, plan.D, dtype, self.k)
         else:
-            self.q = _Tile(tile, tile.rows, plan.D, dtype)
+            self.q = SharedRows(tile, tile.rows, plan.D, dtype)
             shared = self.q if tile.query_in_registers else None
-            self.k = _Tile(tile, tile.keys, plan.D, dtype, shared)
+            self.k = SharedRows(tile, tile.keys, plan.D, dtype, shared)
         self.steps = self.k.padded // 16
         self.columns = self.v.padded // 8
         self.score = local((tile.keys // 2,))
@@ -313,14 +148,14 @@ class _Block:
     def _mma(self, left: Any, a: Any, right: Any, b: int, sums: Any, c: Any) -> None:
         kind = HALVES[self.dtype]
         T.evaluate(ptx_legacy_mma("m16n8k16", "row", "col", kind, kind, "fp32", left.data, a,
-                                  right.data, _i32(b), sums.data, c, False))  # fmt: skip
+                                  right.data, i32(b), sums.data, c, False))  # fmt: skip
 
     def emit(self) -> None:
         plan, tile = self.plan, self.tile
-        with T.unroll(_i32(self.columns * 4)) as index:
-            _put(self.sums, f32(0.0), index)
+        with T.unroll(i32(self.columns * 4)) as index:
+            put(self.sums, f32(0.0), index)
         self._load_query()
-        rows = [self.first + tirx.Cast("int64", self.warp * _i32(16) + self.g + _i32(8 * m))
+        rows = [self.first + tirx.Cast("int64", self.warp * i32(16) + self.g + i32(8 * m))
                 for m in range(2)]  # fmt: skip
         self.rows = [held(row) for row in rows]
         self.places = []
@@ -333,10 +168,10 @@ class _Block:
         ]
         for m in range(2):
             sink = None if plan.sink is None else self._of_row(plan.sink, self.places[m])
-            _put(self.top, f32(LOWEST) if sink is None else sink, _i32(m))
+            put(self.top, f32(LOWEST) if sink is None else sink, i32(m))
             # Four lanes add up a row; one of them counts the sink.
-            one = tirx.Select(tirx.EQ(self.t, _i32(0)), f32(1.0), f32(0.0))
-            _put(self.sum, f32(0.0) if sink is None else one, _i32(m))
+            one = tirx.Select(tirx.EQ(self.t, i32(0)), f32(1.0), f32(0.0))
+            put(self.sum, f32(0.0) if sink is None else one, i32(m))
         low, _ = self._row(self.first)
         high, _ = self._row(self.first + i64(tile.rows - 1))
         begin = held(self.kernel.at(plan.key_begin, s=low))
@@ -372,15 +207,15 @@ class _Block:
         _arrived()
         if self.tile.query_in_registers:
             self.query = T.alloc_buffer((self.steps * 8,), self.dtype, scope="local")
-            with T.unroll(_i32(self.steps)) as k:
-                self._query_fragment(self.query, k * _i32(8), k)
+            with T.unroll(i32(self.steps)) as k:
+                self._query_fragment(self.query, k * i32(8), k)
             sync()  # the keys go where the query was
 
     def _query_fragment(self, registers: Any, offset: Any, k: Any) -> None:
-        row = self.warp * _i32(16) + self.low + self.matrix_row
-        self.q.load(registers, offset, row, self.high + k * _i32(16), False)
+        row = self.warp * i32(16) + self.low + self.matrix_row
+        self.q.load(registers, offset, row, self.high + k * i32(16), False)
 
-    def _copy(self, tile: _Tile, expr: Any, axis: str, first: Any) -> None:
+    def _copy(self, tile: SharedRows, expr: Any, axis: str, first: Any) -> None:
         plan = self.plan
         var, size = (plan.d, plan.D) if axis == "d" else (plan.e, plan.E)
 
@@ -394,78 +229,78 @@ class _Block:
 
     def _scores(self) -> None:
         """Products of this warp's 16 rows with the tile's keys."""
-        with T.unroll(_i32(self.tile.keys // 2)) as index:
-            _put(self.score, f32(0.0), index)
+        with T.unroll(i32(self.tile.keys // 2)) as index:
+            put(self.score, f32(0.0), index)
         keys = T.alloc_buffer((8,), self.dtype, scope="local")
         ready = self.tile.query_in_registers
         query = self.query if ready else T.alloc_buffer((8,), self.dtype, scope="local")
         with self._depths() as k:
             if not ready:
-                self._query_fragment(query, _i32(0), k)
-            with T.unroll(_i32(self.tile.keys // 16)) as n:
-                row = self.high + self.matrix_row + n * _i32(16)
-                self.k.load(keys, _i32(0), row, self.low + k * _i32(16), False)
+                self._query_fragment(query, i32(0), k)
+            with T.unroll(i32(self.tile.keys // 16)) as n:
+                row = self.high + self.matrix_row + n * i32(16)
+                self.k.load(keys, i32(0), row, self.low + k * i32(16), False)
                 for half in range(2):
-                    at = n * _i32(8) + _i32(4 * half)
-                    offset = k * _i32(8) if ready else _i32(0)
+                    at = n * i32(8) + i32(4 * half)
+                    offset = k * i32(8) if ready else i32(0)
                     self._mma(query, offset, keys, 4 * half, self.score, at)
 
     def _depths(self) -> Any:
         if self.tile.query_in_registers:
-            return T.unroll(_i32(self.steps))
+            return T.unroll(i32(self.steps))
         # Written out it would need more registers than there are.
-        return _rolled(self.steps)
+        return rolled(self.steps)
 
     def _softmax(self, first: Any) -> None:
         """Replace products by weights; the sums so far are scaled to the new maximum."""
         score = self.score
         highest, shift, factor = local((1,)), local((1,)), local((1,))
-        pairs = _i32(self.tile.keys // 8)
+        pairs = i32(self.tile.keys // 8)
         for m in range(2):
-            _put(highest, f32(LOWEST), _i32(0))
-            with T.unroll(pairs) as n, T.unroll(_i32(2)) as c:
-                index = n * _i32(4) + _i32(2 * m) + c
-                column = self.t * _i32(2) + n * _i32(8) + c
+            put(highest, f32(LOWEST), i32(0))
+            with T.unroll(pairs) as n, T.unroll(i32(2)) as c:
+                index = n * i32(4) + i32(2 * m) + c
+                column = self.t * i32(2) + n * i32(8) + c
                 t = first + tirx.Cast("int64", column)
                 last = self.end - i64(1)
                 value = self._of_row(
                     self.kernel.score, self.places[m], x=score[index], t=tirx.Min(t, last)
                 )
                 value = substitute(value, self.values[m])
-                _put(score, tirx.Select(t <= last, value, f32(LOWEST)), index)
-                _put(highest, tirx.Max(highest[0], score[index]), _i32(0))
+                put(score, tirx.Select(t <= last, value, f32(LOWEST)), index)
+                put(highest, tirx.Max(highest[0], score[index]), i32(0))
             lanes_max(highest, 0, 4)
-            _put(highest, tirx.Max(highest[0], self.top[m]), _i32(0))
+            put(highest, tirx.Max(highest[0], self.top[m]), i32(0))
             # While all is masked the maximum is -inf; subtracting 0 instead avoids inf - inf.
             none = highest[0] == f32(LOWEST)
-            _put(shift, tirx.Select(none, f32(0.0), highest[0]), _i32(0))
-            _put(factor, exp(self.top[m] - shift[0]), _i32(0))
-            _put(self.top, highest[0], _i32(m))
-            _put(self.sum, self.sum[m] * factor[0], _i32(m))
-            with T.unroll(pairs) as n, T.unroll(_i32(2)) as c:
-                index = n * _i32(4) + _i32(2 * m) + c
+            put(shift, tirx.Select(none, f32(0.0), highest[0]), i32(0))
+            put(factor, exp(self.top[m] - shift[0]), i32(0))
+            put(self.top, highest[0], i32(m))
+            put(self.sum, self.sum[m] * factor[0], i32(m))
+            with T.unroll(pairs) as n, T.unroll(i32(2)) as c:
+                index = n * i32(4) + i32(2 * m) + c
                 # What the second product sees is also what is added up.
                 weight = tirx.Cast(self.dtype, exp(score[index] - shift[0]))
-                _put(score, tirx.Cast("float32", weight), index)
-                _put(self.sum, self.sum[m] + score[index], _i32(m))
-            with T.unroll(_i32(self.columns)) as n, T.unroll(_i32(2)) as c:
-                index = n * _i32(4) + _i32(2 * m) + c
-                _put(self.sums, self.sums[index] * factor[0], index)
+                put(score, tirx.Cast("float32", weight), index)
+                put(self.sum, self.sum[m] + score[index], i32(m))
+            with T.unroll(i32(self.columns)) as n, T.unroll(i32(2)) as c:
+                index = n * i32(4) + i32(2 * m) + c
+                put(self.sums, self.sums[index] * factor[0], index)
 
     def _weighted(self) -> None:
         """Add weights times values."""
         weights = T.alloc_buffer((8,), self.dtype, scope="local")
         values = T.alloc_buffer((8,), self.dtype, scope="local")
-        with T.unroll(_i32(self.tile.keys // 16)) as n:
-            with T.unroll(_i32(8)) as index:
-                value = self.score[n * _i32(8) + index]
-                _put(weights, tirx.Cast(self.dtype, value), index)
-            with T.unroll(_i32(self.columns // 2)) as pair:
-                row = self.low + self.matrix_row + n * _i32(16)
-                self.v.load(values, _i32(0), row, self.high + pair * _i32(16), True)
+        with T.unroll(i32(self.tile.keys // 16)) as n:
+            with T.unroll(i32(8)) as index:
+                value = self.score[n * i32(8) + index]
+                put(weights, tirx.Cast(self.dtype, value), index)
+            with T.unroll(i32(self.columns // 2)) as pair:
+                row = self.low + self.matrix_row + n * i32(16)
+                self.v.load(values, i32(0), row, self.high + pair * i32(16), True)
                 for half in range(2):
-                    at = pair * _i32(8) + _i32(4 * half)
-                    self._mma(weights, _i32(0), values, 4 * half, self.sums, at)
+                    at = pair * i32(8) + i32(4 * half)
+                    self._mma(weights, i32(0), values, 4 * half, self.sums, at)
 
     def _store(self) -> None:
         plan = self.plan
@@ -473,21 +308,21 @@ class _Block:
         for m in range(2):
             lanes_sum(self.sum, m, 4)
             # Vectors of two below: what they store is made here, number by number.
-            with T.unroll(_i32(self.columns)) as n, T.unroll(_i32(2)) as c:
-                index = n * _i32(4) + _i32(2 * m) + c
+            with T.unroll(i32(self.columns)) as n, T.unroll(i32(2)) as c:
+                index = n * i32(4) + i32(2 * m) + c
                 value = self.sums[index] / self.sum[m]
                 if plan.zero_if_masked:
                     value = tirx.Select(self.sum[m] == f32(0.0), f32(0.0), value)
-                _put(self.sums, value, index)
-            with T.If(self.rows[m] < self.total), T.Then(), T.unroll(_i32(self.columns)) as n:
+                put(self.sums, value, index)
+            with T.If(self.rows[m] < self.total), T.Then(), T.unroll(i32(self.columns)) as n:
                 for c in range(0, 2, width):
-                    e = self.t * _i32(2) + n * _i32(8) + _i32(c)
-                    with T.If(e < _i32(plan.E)), T.Then():
-                        self._store_columns(m, n * _i32(4) + _i32(2 * m + c), e, width)
+                    e = self.t * i32(2) + n * i32(8) + i32(c)
+                    with T.If(e < i32(plan.E)), T.Then():
+                        self._store_columns(m, n * i32(4) + i32(2 * m + c), e, width)
 
     def _store_columns(self, m: int, index: Any, e: Any, count: int) -> None:
         plan = self.plan
-        with T.vectorized(_i32(count)) as i:
+        with T.vectorized(i32(count)) as i:
             at = tirx.Cast("int64", e + i)
             where = [self._of_row(x, self.places[m], e=at) for x in plan.out_index]
             value = cast_to(self.sums[index + i], str(plan.out.dtype))
@@ -498,9 +333,3 @@ def _arrived() -> None:
     """Wait for this thread's copies, then for all threads."""
     T.evaluate(TX.ptx["cp.async.wait_all"]())
     sync()
-
-
-def supports_mma(target: tvm.target.Target) -> bool:
-    """Tell whether a CUDA target has mma.m16n8k16 and cp.async: sm_80 and newer."""
-    digits = "".join(c for c in str(attribute(target, "arch", "") or "") if c.isdigit())
-    return bool(digits) and int(digits) >= 80

@@ -8,13 +8,8 @@ import pytest
 import tvm
 
 from relax_llm_passes.cuda_on_cpu import nvcc_check, nvcc_missing, run_primfunc, why_not
-from relax_llm_passes.kernels.attention_prefill_mma import (
-    LIMITS,
-    attention_prefill_mma,
-    mma_dtype,
-    mma_tile,
-    supports_mma,
-)
+from relax_llm_passes.kernels.attention_prefill_mma import LIMITS, attention_prefill_mma
+from relax_llm_passes.kernels.attention_tiles_mma import mma_dtype, mma_tile, supports_mma
 from relax_llm_passes.targets import parse_target
 
 from .attention_reference import Case, make_case
