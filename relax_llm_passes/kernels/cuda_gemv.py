@@ -36,7 +36,7 @@ __all__ = [
 # On a kernel's PrimFunc: what it computes, so that kernels can be put together later.
 SPEC_ATTR = "relax_llm.gemv"
 
-LIMITS = KernelLimits(registers=128, static_smem=8192)
+LIMITS = KernelLimits(registers=64, static_smem=4096, resident_threads=1024)
 
 WARPS = 4  # of a block, for (N, K)
 AHEAD = 4  # vectors in flight per lane and row

@@ -25,7 +25,7 @@ from .limits import KernelLimits
 
 __all__ = ["LIMITS", "quantized_gemv_kernel", "quantized_gemv_name"]
 
-LIMITS = KernelLimits(registers=128, static_smem=2048)
+LIMITS = KernelLimits(registers=80, static_smem=1024, resident_threads=768)
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _EXPONENT = 0x4B000000  # the float 2^23
@@ -96,21 +96,29 @@ class _Product:
         _put(self.flat["out"], _finish(out, self.flat, T.bind(value), at, at), at, 1)
 
 
-def words_together(words: int, per_group: int) -> int:
-    """Words of a row that a lane reads at once: 16 bytes where a warp's lanes have as many."""
-    fits = (t for t in (4, 2) if words % t == 0 and words // t >= 32 and per_group % t == 0)
+def words_together(words: int, per_group: int, columns: int) -> int:
+    """Words of a row that a lane reads at once: 16 bytes where a warp's lanes have as many.
+
+    Half of it where four rows share the reads of the left operand, to fit the registers.
+    """
+    fits = (
+        t
+        for t in ((2,) if columns >= 8192 else (4, 2))
+        if words % t == 0 and words // t >= 32 and per_group % t == 0
+    )
     return next(fits, 1)
 
 
 def _by_rows(spec: GemmSpec, flat: dict[str, Any], n: Any) -> None:
     assert spec.quant is not None
     words, groups_k = spec.k // spec.quant.per_word, -(-spec.k // spec.quant.group)
-    together = words_together(words, spec.quant.group // spec.quant.per_word)
-    ahead = max(2, AHEAD // together)
+    # A symbolic N is a vocabulary's.
+    columns = spec.n if isinstance(spec.n, int) else 8192
+    together = words_together(words, spec.quant.group // spec.quant.per_word, columns)
     vectors = words // together
     lanes = lanes_per_row(vectors)
-    # A symbolic N is a vocabulary's.
-    each = rows_together(spec.n if isinstance(spec.n, int) else 8192, -(-vectors // lanes))
+    each = rows_together(columns, -(-vectors // lanes))
+    ahead = max(1, min(AHEAD // min(together, 2), 4 // each)) if together > 1 else AHEAD
     per_block = WARPS * (32 // lanes) * each
     with (
         T.launch_thread("blockIdx.x", tirx.floordiv(n + (per_block - 1), _i64(per_block))) as bx,

@@ -31,7 +31,8 @@ from .limits import KernelLimits
 __all__ = ["LIMITS", "MmaSpec", "Tile", "choose_tile", "mma_kernel"]
 
 # What ptxas may say that it needs; tests/cuda/test_limits.py holds it to that.
-LIMITS = KernelLimits(registers=255)
+# 128 registers are two blocks of 256 threads on a multiprocessor.
+LIMITS = KernelLimits(registers=128, static_smem=24576, resident_threads=512)
 
 BK = 32  # of K at a time
 PAD = 8  # keeps fragment loads free of bank conflicts

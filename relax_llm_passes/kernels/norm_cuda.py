@@ -31,7 +31,7 @@ from .norm_program import Load, RowProgram, Stage, identity_of, merge_of
 __all__ = ["LIMITS", "emit_cuda"]
 
 # What ptxas may say that it needs; tests/cuda/test_limits.py holds it to that.
-LIMITS = KernelLimits(registers=96, static_smem=8192)
+LIMITS = KernelLimits(registers=96, static_smem=8192, resident_threads=512)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from .scalar_expr import bound_analyzer, dtype_of, i64, substitute
 __all__ = ["LIMITS", "CpuSplitRotary", "CudaSplitRotary", "elements_cpu", "elements_cuda"]
 
 # What ptxas may say that it needs; tests/cuda/test_limits.py holds it to that.
-LIMITS = KernelLimits(registers=64, static_smem=0)
+LIMITS = KernelLimits(registers=40, static_smem=0, resident_threads=1536)
 
 _THREADS = 256
 

@@ -24,7 +24,7 @@ from .wkv_spec import WkvSpec, reading
 __all__ = ["LIMITS", "WkvPlan", "emit_wkv4_cuda", "emit_wkv_cuda", "plan_wkv"]
 
 # What ptxas may say that it needs; tests/cuda/test_limits.py holds it to that.
-LIMITS = KernelLimits(registers=128, static_smem=16384)
+LIMITS = KernelLimits(registers=128, static_smem=16384, resident_threads=256)
 
 STATE_REGISTERS = 16  # state values a thread aims to hold
 STAGED_TOKENS = 8
