@@ -6,6 +6,7 @@ removed. The C++ side is ``device/emu_ptx.h``.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -81,7 +82,9 @@ def _address(text: str, operands: _Operands) -> str:
 
 def _ldmatrix(opcode: str, args: list[str], operands: _Operands) -> str:
     m = re.fullmatch(
-        r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?(?:\.shared)?(?:::cta)?\.b16", opcode
+        r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?(?:\.shared)?(?:::cta)?\.b16",
+        # CUTLASS writes the shape last.
+        re.sub(r"\.(x[124](?:\.trans)?)\.m8n8\.", r".m8n8.\1.", opcode),
     )
     if m is None:
         raise UnsupportedError(f"inline PTX: {opcode} is not emulated")
@@ -100,6 +103,8 @@ def _mma(opcode: str, args: list[str], operands: _Operands) -> str:
     supported = {
         ("m16n8k8", "f16", "f16"),
         ("m16n8k8", "bf16", "bf16"),
+        ("m16n8k4", "tf32", "tf32"),
+        ("m16n8k8", "tf32", "tf32"),
         ("m16n8k16", "f16", "f16"),
         ("m16n8k16", "bf16", "bf16"),
         ("m16n8k16", "s8", "s8"),
@@ -138,6 +143,37 @@ def _cp_async(opcode: str, args: list[str], operands: _Operands) -> str:
     )
 
 
+_WIDTH = re.compile(r"(?:\.v([24]))?\.[bus](16|32|64)$")
+
+
+def _memory(opcode: str, args: list[str], operands: _Operands) -> str:
+    """``ld`` and ``st``; cache hints change nothing here."""
+    m = re.fullmatch(
+        r"(ld|st)\.(global|shared)(?:\.(?:lu|ca|cg|cs|wt|L2::(?:64|128|256)B))*"
+        r"((?:\.v[24])?\.[bus](?:16|32|64))",
+        opcode,
+    )
+    if m is None:
+        raise UnsupportedError(f"inline PTX: {opcode} is not emulated")
+    kind, space, suffix = m.groups()
+    width = _WIDTH.search(suffix)
+    assert width is not None
+    group, place = args if kind == "ld" else reversed(args)
+    address = _address(place, operands)
+    pointer = f"emu_shared_pointer({address})" if space == "shared" else f"(char*)({address})"
+    values = _registers(group, operands)
+    if len(values) != int(width[1] or 1):
+        raise UnsupportedError(f"inline PTX: {opcode} with {len(values)} registers")
+    passed = ", ".join(f"&{v}" if kind == "ld" else v for v in values)
+    name = "emu_ptx_load" if kind == "ld" else "emu_ptx_store"
+    return f"{name}<{int(width[2]) // 8}>(EMU_SITE, {pointer}, {passed});"
+
+
+def _move(opcode: str, args: list[str], operands: _Operands) -> str:
+    to, value = (operands.name(t) for t in args)
+    return f"emu_ptx_move(&{to}, {value});"
+
+
 def _bar_sync(opcode: str, args: list[str], operands: _Operands) -> str:
     if opcode in ("bar.sync", "barrier.sync", "barrier.cta.sync") and args == ["0"]:
         return "emu_barrier(EMU_SITE);"
@@ -158,6 +194,9 @@ _FAMILIES = {
     "bar.sync": _bar_sync,
     "barrier": _bar_sync,
     "dp4a.": _dp4a,
+    "ld.": _memory,
+    "st.": _memory,
+    "mov.b": _move,
 }
 
 # cp.async under a predicate, zeros when it is false (TVM's InjectPTXAsyncCopy).
@@ -189,6 +228,22 @@ def _instruction(text: str, operands: _Operands) -> str:
     raise UnsupportedError(f"inline PTX: {opcode} is not emulated (in {text.strip()!r})")
 
 
+_PREDICATED = re.compile(r"\s*@(!?)(p\w*)\s+(.*)$", re.DOTALL)
+_SET_PREDICATE = re.compile(r"\s*setp\.ne\.b32\s+(p\w*)\s*,\s*(%\d+)\s*,\s*0\s*$")
+_DECLARE_PREDICATE = re.compile(r"\s*\.reg\s+\.pred\s+(p\w*)\s*$")
+
+
+def _instruction_or_predicate(text: str, operands: _Operands) -> str:
+    """One instruction, which may declare, set or stand under a predicate."""
+    if m := _DECLARE_PREDICATE.match(text):
+        return f"bool emu_{m[1]} = false;"
+    if m := _SET_PREDICATE.match(text):
+        return f"emu_{m[1]} = {operands.name(m[2])} != 0;"
+    if m := _PREDICATED.match(text):
+        return f"if ({m[1]}emu_{m[2]}) {{ {_instruction(m[3], operands)} }}"
+    return _instruction(text, operands)
+
+
 def _statement(content: str) -> str:
     sections = _split(content, ":")
     # A string literal may hold colons (shared::cta); _split leaves those alone.
@@ -208,20 +263,38 @@ def _statement(content: str) -> str:
     whole = _WHOLE.get(bare)
     if whole is not None:
         return whole.format(*(operands.outputs + operands.inputs))
-    instructions = [t for t in _split(template, ";") if t.strip()]
+    scope = re.fullmatch(r"\s*\{(\s*\.reg\b.*)\}\s*;?\s*", template, re.DOTALL)
+    instructions = [t for t in _split(scope[1] if scope else template, ";") if t.strip()]
     if not instructions:
         return ";"  # an empty asm statement: a barrier for the compiler only
-    return " ".join(_instruction(t, operands) for t in instructions)
+    return " ".join(_instruction_or_predicate(t, operands) for t in instructions)
 
 
-def translate_asm(code: str) -> str:
+def _or_failure(content: str) -> str:
+    """As `_statement`; what is not emulated stops the launch that reaches it."""
+    try:
+        return _statement(content)
+    except UnsupportedError as error:
+        return f'emu_fail("unsupported", {json.dumps(str(error))}, EMU_SITE);'
+
+
+def translate_asm(code: str, strict: bool = True) -> str:
     """Replace every inline ``asm`` statement; line numbers are kept.
+
+    Parameters
+    ----------
+    code : str
+        Source text.
+    strict : bool
+        False for headers, of which little is used: an instruction that is not emulated fails when
+        it is reached.
 
     Raises
     ------
     UnsupportedError
         An instruction is not emulated; the message names it.
     """
+    translate = _statement if strict else _or_failure
     out: list[str] = []
     position = 0
     for m in _ASM.finditer(code):
@@ -243,7 +316,7 @@ def translate_asm(code: str) -> str:
             after += 1
         if code[after] != ";":
             raise UnsupportedError(f"cannot read the asm statement {statement[:60]!r}")
-        text = _statement(code[m.end() : end])
+        text = translate(code[m.end() : end])
         out += [code[position : m.start()], f"{{ {text} }}", "\n" * statement.count("\n")]
         position = after + 1
     out.append(code[position:])

@@ -3,6 +3,9 @@
 Each object carries NVIDIA's static CUDA runtime with every symbol but the exported function made
 local: it links with plain g++, has no library to find at run time, and two of them, or another
 library with a runtime of its own, do not get into each other's way.
+
+Where CUDA is emulated in this process (`cuda_on_cpu.install`), g++ compiles the same instances, and
+they run on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ..errors import InputError, UnsupportedError
 from .cutlass_source import CutlassSpec, source
 from .native import cache_dir, compile_object, ffi_include_flags, find_compiler
 
-__all__ = ["build", "compiler_flags", "find_headers"]
+__all__ = ["build", "build_for_cpu", "compiler_flags", "find_headers"]
 
 HOW = (
     "install them with `pip install nvidia-cutlass`, or set RELAX_LLM_CUTLASS to a folder with "
@@ -40,17 +43,21 @@ def find_headers() -> Path | None:
     return next((f for f in folders if (f / "cutlass" / "cutlass.h").is_file()), None)
 
 
-def _static_runtime() -> Path:
+def _of_toolkit(file: str, folders: Sequence[str]) -> Path:
+    """Return the folder with a file of the CUDA toolkit."""
     nvcc = Path(find_compiler("nvcc")).resolve()
     roots = [nvcc.parent.parent, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
     for root in roots:
-        for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
-            path = root / folder / "libcudart_static.a"
-            if path.is_file():
-                return path
-    raise UnsupportedError(
-        f"libcudart_static.a was not found beside {nvcc}; it comes with the CUDA toolkit"
-    )
+        for folder in folders:
+            if (root / folder / file).is_file():
+                return root / folder
+    raise UnsupportedError(f"{file} was not found beside {nvcc}; it comes with the CUDA toolkit")
+
+
+def _static_runtime() -> Path:
+    name = "libcudart_static.a"
+    folders = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    return _of_toolkit(name, folders) / name
 
 
 def _tool(name: str) -> str:
@@ -96,7 +103,26 @@ def compiler_flags(arch: str, headers: Path) -> list[str]:
     ]
 
 
+def build_for_cpu(source_text: str, name: str, headers: Path) -> Path:
+    """Compile a source with instances for the emulation of CUDA in this process."""
+    from ..cuda_on_cpu import cutlass_headers
+
+    cuda = _of_toolkit("cuda_runtime.h", ("include", "targets/x86_64-linux/include"))
+    flags, files = cutlass_headers.compiler_flags(headers, cuda)
+    own = Path(__file__).with_name("cutlass_gemm.cuh")
+    return compile_object(
+        source_text,
+        name=name,
+        flags=[*flags, f"-I{own.parent}", *ffi_include_flags()],
+        headers=[own, headers / "cutlass" / "version.h", *files],
+    )
+
+
 def _build_one(spec: CutlassSpec, arch: str, headers: Path) -> Path:
+    from ..cuda_on_cpu.preload import stand_ins_loaded
+
+    if stand_ins_loaded():
+        return build_for_cpu(source(spec), "cutlass_cpu", headers)
     # The version of the headers decides the result as much as our own file does.
     obj = compile_object(
         source(spec),

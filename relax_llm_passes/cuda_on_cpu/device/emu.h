@@ -13,6 +13,9 @@
 
 #include "emu_abi.h"
 
+// With EMU_CUDA_HEADERS the keywords, vector types and mathematical functions are those of CUDA's own
+// headers, included before this file.
+#ifndef EMU_CUDA_HEADERS
 #define __CUDACC_VER_MAJOR__ 13
 #define __CUDACC_VER_MINOR__ 0
 #define __global__
@@ -28,10 +31,18 @@
 // The standard alignas may not follow `static`; the attribute may.
 #define alignas(n) __attribute__((aligned(n)))
 #define __align__(n) __attribute__((aligned(n)))
+#endif
 
 // The hooks of -fsanitize=thread must not fire inside the emulation itself.
 #define EMU_UNCHECKED __attribute__((no_sanitize_thread))
 #define EMU_INLINE static inline __attribute__((always_inline))
+template <class To, class From>
+EMU_INLINE To emu_bits(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To r;
+  memcpy((void*)&r, (const void*)&x, sizeof r);
+  return r;
+}
 #define EMU_SITE ((EmuSite)(__LINE__ | (__COUNTER__ << 20)))
 #define EMU_SHARED(kernel) static __attribute__((section("emush_" #kernel), used))
 
@@ -268,5 +279,7 @@ EMU_UNCHECKED static void emu_apply(void (*kernel)(A...), void** arguments) {
 #define EMU_SHARED_OBJECT(kernel, variable)                                          \
   emu_shared_object(#variable, (void*)&variable, sizeof variable);
 
+#ifndef EMU_CUDA_HEADERS
 #include "emu_math.h"
 #include "emu_vector.h"
+#endif

@@ -65,6 +65,11 @@ void emu_async_copy(void* shared, const void* global, size_t size, size_t source
                     EmuSite site);
 void emu_async_commit(void);
 void emu_async_wait(unsigned groups_left);
+// Runs a kernel of a library that was not loaded as a module. `checked`: it was compiled with the
+// hooks. 0, or an error that emu_last_error() explains.
+int emu_launch_kernel(const EmuKernel* kernel, int checked, const unsigned grid[3],
+                      const unsigned block[3], unsigned dynamic_shared, void** arguments);
+const char* emu_last_error(void);
 // Stops the launch with an error that names what is wrong.
 void emu_fail(const char* kind, const char* text, EmuSite site);
 }

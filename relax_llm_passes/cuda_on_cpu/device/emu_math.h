@@ -45,13 +45,6 @@ static inline unsigned __umulhi(unsigned x, unsigned y) {
 }
 static inline int __mul24(int x, int y) { return x * y; }
 
-template <class To, class From>
-EMU_INLINE To emu_bits(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To r;
-  memcpy((void*)&r, (const void*)&x, sizeof r);
-  return r;
-}
 static inline float __int_as_float(int x) { return emu_bits<float>(x); }
 static inline int __float_as_int(float x) { return emu_bits<int>(x); }
 static inline float __uint_as_float(unsigned x) { return emu_bits<float>(x); }

@@ -1,9 +1,8 @@
 // PTX instructions that generated code reaches through inline assembly. Register layouts are those of
 // the PTX ISA, "Matrix multiply-accumulate operation using mma instruction" and "ldmatrix".
 #pragma once
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
 #include "emu.h"
+#include "emu_half_format.h"
 
 // ---- shared addresses: 32-bit numbers on the device. Bit 31 set: offset in the dynamic buffer.
 // Clear: offset from this library's anchor, biased so that it is positive.
@@ -20,8 +19,28 @@ EMU_UNCHECKED static inline char* emu_shared_pointer(uint64_t address) {
   if (address & 0x80000000u) return emu_context.dynamic_shared + (address & 0x7fffffffu);
   return &emu_shared_anchor + ((int64_t)address - 0x40000000);
 }
+#ifndef EMU_CUDA_HEADERS
 #define __cvta_generic_to_shared(p) ((size_t)emu_shared_address((const void*)(p)))
 #define __cvta_shared_to_generic(a) ((void*)emu_shared_pointer(a))
+#endif
+
+// ---- ld, st, mov
+template <int width, class... Register>
+EMU_UNCHECKED static inline void emu_ptx_load(EmuSite site, const char* p, Register*... registers) {
+  static_assert(((sizeof(Register) == width) && ...), "registers as wide as the elements");
+  emu_checked_read(p, width * sizeof...(Register), site);
+  ((memcpy((void*)registers, p, width), p += width), ...);
+}
+template <int width, class... Value>
+EMU_UNCHECKED static inline void emu_ptx_store(EmuSite site, char* p, Value... values) {
+  static_assert(((sizeof(Value) == width) && ...), "registers as wide as the elements");
+  emu_checked_write(p, width * sizeof...(Value), site);
+  ((memcpy(p, (const void*)&values, width), p += width), ...);
+}
+template <class To, class Value>
+EMU_UNCHECKED static inline void emu_ptx_move(To* to, Value value) {
+  *to = emu_bits<To>(value);
+}
 
 // ---- cp.async under a predicate: zeros, at once, when it is false
 EMU_UNCHECKED static inline void emu_predicated_copy(char* shared, const void* global, size_t size,
@@ -87,6 +106,12 @@ struct Emu_bf16 {
   static constexpr int per_register = 2;
   typedef float sum;
   EMU_INLINE float get(uint32_t r, int i) { return EmuBf16Format::load((uint16_t)(r >> 16 * i)); }
+};
+// Operands of tf32 are read as fp32 without the last 13 bits.
+struct Emu_tf32 {
+  static constexpr int per_register = 1;
+  typedef float sum;
+  EMU_INLINE float get(uint32_t r, int) { return emu_bits<float>(r & 0xffffe000u); }
 };
 struct Emu_s8 {
   static constexpr int per_register = 4;

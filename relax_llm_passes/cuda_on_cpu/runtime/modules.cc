@@ -135,16 +135,15 @@ static std::vector<uint32_t> block_order(uint64_t blocks) {
   return order;
 }
 
-bool launch(Function* f, const unsigned grid[3], const unsigned block[3], unsigned dynamic_shared,
-            void** arguments, std::string* error) {
-  const EmuKernel* k = kernel_of(f, config.checks, error);
-  if (!k) return false;
+static bool launch_kernel(const EmuKernel* k, bool checked, const unsigned grid[3],
+                          const unsigned block[3], unsigned dynamic_shared, void** arguments,
+                          std::string* error) {
   current = LaunchStats();
-  current.kernel = f->name;
+  current.kernel = k->name;
   current.grid = {grid[0], grid[1], grid[2]};
   current.block = {block[0], block[1], block[2]};
   current.dynamic_shared = dynamic_shared;
-  current.checked = config.checks;
+  current.checked = checked;
   emu_context.grid_size = current.grid;
   emu_context.block_size = current.block;
   if (!valid(k, grid, block, error)) return false;
@@ -171,11 +170,29 @@ bool launch(Function* f, const unsigned grid[3], const unsigned block[3], unsign
   current.milliseconds =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
   launches.push_back(current);
-  if (!completed) *error = f->name + " was stopped; see relax_llm_passes.cuda_on_cpu.findings()";
+  if (!completed) *error = current.kernel + " was stopped; see relax_llm_passes.cuda_on_cpu.findings()";
   return completed;
 }
 
+bool launch(Function* f, const unsigned grid[3], const unsigned block[3], unsigned dynamic_shared,
+            void** arguments, std::string* error) {
+  const EmuKernel* k = kernel_of(f, config.checks, error);
+  return k && launch_kernel(k, config.checks, grid, block, dynamic_shared, arguments, error);
+}
+
 }  // namespace emu
+
+// For libraries that launch kernels of their own: 0, or an error whose text is emu_last_error().
+extern "C" int emu_launch_kernel(const EmuKernel* kernel, int checked, const unsigned grid[3],
+                                 const unsigned block[3], unsigned dynamic_shared,
+                                 void** arguments) {
+  std::string error;
+  if (emu::launch_kernel(kernel, checked && emu::config.checks, grid, block, dynamic_shared,
+                         arguments, &error))
+    return 0;
+  emu::set_last_error(error);
+  return 719;  // cudaErrorLaunchFailure
+}
 
 extern "C" void emu_set_build_function(emu::BuildFunction f) { emu::build = f; }
 extern "C" void emu_set_build_error(const char* text) { emu::error_text = text; }
