@@ -37,13 +37,15 @@ from .attention_facts import (
     free_sizes,
     size_vars,
 )
+from .attention_result import check_region, follow_result, take_dead
 from .attention_softmax import SoftmaxRows, fail
 from .cache_append import read_append
-from .element_layout import LAYOUT, reshaped_index
+from .element_layout import LAYOUT
 from .element_regions import is_biased_product, region_between
 from .element_scalars import Unreadable
 from .elements import ElementReader
 from .key_range import key_range
+from .paged_cache import paged_attentions
 
 __all__ = ["AttentionMatch", "find_attention"]
 
@@ -111,7 +113,7 @@ def find_attention(view: FunctionView, append: bool = True) -> list[AttentionMat
         if match is not None:
             found.append(match)
             forms = [match, *forms[: _MOST_FORMS - 1]]
-    return found
+    return found + paged_attentions(view)
 
 
 def _again(view: FunctionView, form: AttentionMatch, softmax: Any) -> AttentionMatch | None:
@@ -126,7 +128,7 @@ def _again(view: FunctionView, form: AttentionMatch, softmax: Any) -> AttentionM
     caches = [mapped[c] for c in form.caches]
     region = {mapped[v]: None for v in form.region}
     try:
-        _Finder(view, True)._check_region(region, out, caches)
+        check_region(view, region, out, caches)
     except Unreadable:
         return None
     return replace(form, leaves=leaves, region=region, out=out, caches=caches, softmax=softmax)
@@ -273,44 +275,6 @@ class _Finder:
         if depends_on(self.k, self.s):
             raise fail("the keys depend on the query position", right)
 
-    # the result
-
-    def _out(self, product: Any) -> tuple[Any, list[Any]]:
-        """Follow layout changes behind the product; return the last variable and its index."""
-        reader, view = self.reader, self.view
-        var = product
-        index: list[Any] = [*(v for v, _ in self.batch), self.s, self.e]
-        before: tuple[Any, list[Any]] | None = None  # where the last step only merged rows
-        while not view.is_output(var):
-            users = view.users(var)
-            if len(users) != 1:
-                break
-            call, name = users[0].value, op_name(users[0].value)
-            new, last = users[0].var, index
-            try:
-                if name == "relax.permute_dims":
-                    axes = call.attrs.axes
-                    order = range(len(index) - 1, -1, -1) if axes is None else map(int, axes)
-                    index = [index[a] for a in order]
-                elif name in ("relax.reshape", "relax.flatten", "relax.expand_dims",
-                              "relax.squeeze"):  # fmt: skip
-                    # Reading backwards and writing forwards are the same map with shapes swapped.
-                    index = reshaped_index(index, reader.shape(var), reader.shape(new), reader)
-                elif name == "relax.astype":
-                    pass
-                else:
-                    break
-            except Unreadable:
-                break
-            self.region[var] = None
-            before = (var, last) if _keeps_columns(reader, call, var, new) else None
-            var = new
-        if before is not None and _is_operand(view, var):
-            # The product behind takes its rows as they were: then what follows it is its epilogue.
-            var, index = before
-        self.region[var] = None
-        return var, [reader.simplify(i) for i in index]
-
     def _appends(self) -> list[tuple[Append, Any]]:
         """Return the appends of keys and values when a decode kernel can do both."""
         S = self.S
@@ -364,7 +328,9 @@ class _Finder:
 
     def _finish(self, softmax: Any, product: Any) -> AttentionMatch:
         reader, view = self.reader, self.view
-        out, out_index = self._out(product)
+        out, out_index = follow_result(
+            self.reader, product, [*(v for v, _ in self.batch), self.s, self.e], self.region
+        )
         appends = self._appends()
         dtype = view.dtype(out)
         out_buffer = tirx.decl_buffer(reader.shape(out), dtype, name="out")
@@ -386,8 +352,8 @@ class _Finder:
         plan.inputs, leaves = self._inputs(plan)
         plan.tir_vars = free_sizes(plan)
         region = region_between(view, [out, *caches], leaves)
-        self._take_dead(region)
-        self._check_region(region, out, caches)
+        take_dead(self.view, region)
+        check_region(self.view, region, out, caches)
         facts = attention_facts(plan, reader)
         return AttentionMatch(plan, leaves, region, out, caches, softmax, facts)
 
@@ -438,47 +404,6 @@ class _Finder:
                 buffers.append(buffer)
                 leaves.append(leaf)
         return buffers, leaves
-
-    def _take_dead(self, region: dict[Any, None]) -> None:
-        """Add readers whose results nobody uses (the places of a maximum beside its values)."""
-        view = self.view
-        pending = list(region)
-        while pending:
-            for user in view.users(pending.pop()):
-                if user.var not in region and not view.is_needed(user.var):
-                    region[user.var] = None
-                    pending.append(user.var)
-
-    def _check_region(self, region: dict[Any, None], out: Any, caches: Sequence[Any]) -> None:
-        """Refuse when a big intermediate of the region is needed outside."""
-        view = self.view
-        outputs = [out, *caches]
-        for var in region:
-            if any(var.same_as(o) for o in outputs):
-                continue
-            name = op_name(view.value(var))
-            if name not in ("relax.matmul", "relax.nn.softmax"):
-                continue
-            outside = view.is_output(var) or any(u.var not in region for u in view.users(var))
-            if outside:
-                what = "probabilities" if name == "relax.nn.softmax" else "scores"
-                raise fail(f"attention {what} are also used elsewhere", var)
-
-
-def _keeps_columns(reader: ElementReader, call: Any, old: Any, new: Any) -> bool:
-    """Tell whether a step is a reshape of all axes but the last."""
-    if op_name(call) not in ("relax.reshape", "relax.flatten"):
-        return False
-    shapes = reader.shape(old), reader.shape(new)
-    return all(shapes) and reader.same(shapes[0][-1], shapes[1][-1])
-
-
-def _is_operand(view: FunctionView, var: Any) -> bool:
-    """Tell whether a product's left operand is all that a value is used for."""
-    users = view.users(var)
-    if view.is_output(var) or len(users) != 1 or op_name(users[0].value) != "relax.matmul":
-        return False
-    return bool(view.resolve(users[0].value.args[0]).same_as(var))
 
 
 def _static(dim: Any, what: str, expr: Any) -> int:

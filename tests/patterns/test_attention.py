@@ -276,3 +276,22 @@ def test_a_product_of_vectors_is_refused() -> None:
             out = bb.emit_output(R.matmul(bb.emit(R.nn.softmax(x, axis=-1)), v))
         bb.emit_func_output(out)
     assert "vectors" in refused(find_attention(FunctionView(bb.get(), "main"))).reason
+
+
+def test_attention_of_a_paged_cache_object_is_reported_and_kept() -> None:
+    bb = relax.BlockBuilder()
+    cache = relax.Var("cache", relax.ObjectType())
+    qkv = relax.Var("qkv", relax.TensorType((1, 3, 12, 16), "float16"))
+    with bb.function("main", [cache, qkv]):
+        with bb.dataflow():
+            out = bb.emit(
+                relax.call_dps_packed(
+                    "vm.builtin.attention_kv_cache_attention_with_fused_qkv",
+                    [cache, relax.prim_value(0), qkv],
+                    out_ty=relax.TensorType((1, 3, 4, 16), "float16"),
+                )
+            )
+            gv = bb.emit_output(out)
+        bb.emit_func_output(gv)
+    found = find_attention(FunctionView(bb.get(), "main"))
+    assert len(found) == 1 and "paged cache object" in found[0].reason
