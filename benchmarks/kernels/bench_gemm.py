@@ -145,9 +145,12 @@ def test_gemm(benchmark: Any, engine: str, n: int, k: int, m: int, dtype: str) -
 
 @pytest.mark.parametrize("bits, offset", [(4, 7), (8, 127)])
 @pytest.mark.parametrize("n, k", [(2304, 768), (4096, 4096)])
-def test_gemv_quantised(benchmark: Any, n: int, k: int, bits: int, offset: int) -> None:
-    quant = QuantSpec(bits, 32, offset)
-    spec = GemmSpec((1,), n, k, "NK", "float16", "uint32", "float16", quant=quant)
+@pytest.mark.parametrize("dtype, asked", [("float16", 0), ("float16", 8), ("float32", 0)])
+def test_gemv_quantised(
+    benchmark: Any, dtype: str, asked: int, n: int, k: int, bits: int, offset: int
+) -> None:
+    quant = QuantSpec(bits, 32, offset, activation_bits=asked)
+    spec = GemmSpec((1,), n, k, "NK", dtype, "uint32", dtype, quant=quant)
     run = tvm.compile(gemm_kernel(spec, CPU), target=CPU)[spec.key()]
     rng = np.random.default_rng(0)
     packed = rng.integers(0, 2**32, (n, k // quant.per_word), dtype="uint32")
@@ -155,8 +158,8 @@ def test_gemv_quantised(benchmark: Any, n: int, k: int, bits: int, offset: int) 
     weights = [
         (tvm.runtime.tensor(packed), tvm.runtime.tensor(scale)) for _ in range(_copies(packed))
     ]
-    x = tvm.runtime.tensor(rng.standard_normal((1, k)).astype("float16"))
-    out = tvm.runtime.tensor(np.zeros((1, n), "float16"))
+    x = tvm.runtime.tensor(rng.standard_normal((1, k)).astype(dtype))
+    out = tvm.runtime.tensor(np.zeros((1, n), dtype))
 
     def call() -> None:
         for words, scales in weights:
