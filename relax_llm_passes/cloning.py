@@ -41,7 +41,15 @@ __all__ = [
     "new_seq",
     "rename",
     "set_type",
+    "with_functions",
 ]
+
+
+def with_functions(
+    mod: tvm.IRModule, functions: Mapping[tvm.ir.GlobalVar, tvm.ir.BaseFunc]
+) -> tvm.IRModule:
+    """Return a module of these functions with all else that `mod` has: attributes and devices."""
+    return tvm.IRModule(dict(functions.items()), attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def set_type(expr: Expr, ty: Any) -> Expr:

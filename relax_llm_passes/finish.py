@@ -9,6 +9,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax, tirx
 
+from .cloning import with_functions
 from .registry import PassRun, register_pass
 
 __all__ = ["dispatch_passes", "finalize_passes", "fuse_passes", "unsafe_here"]
@@ -26,7 +27,7 @@ def SealKernels(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
     if not updated:
         return mod
     run.record.match("kernel", len(updated))
-    result = tvm.IRModule(dict(mod.functions.items()), attrs=mod.attrs)
+    result = with_functions(mod, mod.functions)
     for gvar, func in updated.items():
         result.update_func(gvar, func)
     return result

@@ -12,6 +12,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from .cloning import with_functions
 from .registry import PassRun, register_pass
 
 __all__ = ["KeepEffects"]
@@ -80,9 +81,11 @@ def KeepEffects(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
     if not unused:
         return mod
     plain = relax.transform.ToNonDataflow()(mod)
-    changed = tvm.IRModule({g: _with_effects(plain[g], names) for g, names in unused.items()})
+    changed = with_functions(
+        mod, {g: _with_effects(plain[g], names) for g, names in unused.items()}
+    )
     changed = relax.transform.ConvertToDataflow(min_size=1)(changed)
-    result = tvm.IRModule(dict(mod.functions.items()), attrs=mod.attrs)
+    result = with_functions(mod, mod.functions)
     for gvar in unused:
         result.update_func(gvar, changed[gvar.name_hint])
     return result

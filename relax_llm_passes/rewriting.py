@@ -32,7 +32,7 @@ from tvm.relax import (
     VarBinding,
 )
 
-from .cloning import map_prim, map_type, new_if, new_seq, rename
+from .cloning import map_prim, map_type, new_if, new_seq, rename, with_functions
 from .dataflow import FunctionView, is_var, type_vars
 
 __all__ = ["Draft", "Item", "draft_scope", "paused_gc", "write_function"]
@@ -357,7 +357,7 @@ def replace_functions(
     """Return a module with functions changed, added and removed; attributes are kept."""
     functions = {gv: changed.get(gv, f) for gv, f in mod.functions.items() if gv not in removed}
     functions.update(added)
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, functions)
 
 
 def set_function_type(gvar: Any, func: Function) -> None:

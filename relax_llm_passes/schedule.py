@@ -14,6 +14,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 
+from .cloning import with_functions
 from .cross_thread import reads_dtype, why_unsafe
 from .environment import ffi_problem
 from .errors import InputError
@@ -128,7 +129,7 @@ def ScheduleKernels(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
                     break
     if not updated:
         return mod
-    result = tvm.IRModule(dict(mod.functions.items()), attrs=mod.attrs)
+    result = with_functions(mod, mod.functions)
     for gvar, func in updated.items():
         result.update_func(gvar, func)
     return result

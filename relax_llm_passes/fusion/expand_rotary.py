@@ -17,6 +17,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..cloning import with_functions
 from ..kernels.scalar_expr import TensorLoad, buffer_loads, i64, rewrite, substitute
 from ..patterns.rotary_primfunc import RotaryKernel, RotaryOutput, find_rotary_primfunc
 from ..registry import PassRun, register_pass
@@ -196,4 +197,4 @@ def ExpandRotaryKernels(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
     used = {g.name_hint for func in result.functions.values() for g in _called(func)}
     gone = {g.name_hint for g in found if g.name_hint not in used}
     kept = {g: f for g, f in result.functions.items() if g.name_hint not in gone}
-    return tvm.IRModule(kept, attrs=mod.attrs)
+    return with_functions(mod, kept)

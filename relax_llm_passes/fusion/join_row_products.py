@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.ir import Call, GlobalVar, Tuple, TupleGetItem, Var
 from tvm.relax import BindingBlock, DataflowBlock, DataflowVar, VarBinding
 
-from ..cloning import new_seq, set_type
+from ..cloning import new_seq, set_type, with_functions
 from ..dataflow import op_name
 from ..kernels.cuda_gemv import geometry_of, spec_of, tensors_of
 from ..kernels.cuda_gemv_join import Member, joined_kernel
@@ -220,4 +220,4 @@ def _without_unused(mod: tvm.IRModule, names: set[str]) -> tvm.IRModule:
             )
     gone = {gv for gv in mod.functions if gv.name_hint in names - used}
     kept = {gv: f for gv, f in mod.functions.items() if gv not in gone}
-    return tvm.IRModule(kept, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, kept)

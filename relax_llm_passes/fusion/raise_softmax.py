@@ -16,6 +16,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ..cloning import with_functions
 from ..dataflow import FunctionView
 from ..patterns.spelled_softmax import SpelledSoftmax, find_spelled_softmax
 from ..registry import PassRun, register_pass
@@ -52,5 +53,4 @@ def RaiseSoftmax(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
         changed[gvar] = relax.analysis.remove_all_unused(new)
     if not changed:
         return mod
-    result = tvm.IRModule({g: changed.get(g, f) for g, f in mod.functions.items()})
-    return result.with_attrs(dict(mod.attrs)) if mod.attrs else result
+    return with_functions(mod, {g: changed.get(g, f) for g, f in mod.functions.items()})

@@ -17,6 +17,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ..cloning import with_functions
 from ..dataflow import FunctionView
 from ..outline import Region, outline
 from ..patterns.attention import KIND, AttentionMatch, find_attention
@@ -80,7 +81,7 @@ def _fuse(mod: tvm.IRModule, run: PassRun, append: bool) -> tvm.IRModule:
             continue
         func = separate_regions(view, [(m.region, [m.out, *m.caches]) for m in matches])
         if func is not view.function:
-            mod = mod.clone() if hasattr(mod, "clone") else tvm.IRModule(dict(mod.functions))
+            mod = with_functions(mod, mod.functions)
             mod.update_func(gvar, func)
             view = FunctionView(mod, gvar)
             matches = [m for m in find_attention(view, append) if isinstance(m, AttentionMatch)]

@@ -14,6 +14,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ..cloning import with_functions
 from ..dataflow import FunctionView, is_var
 from ..outline import Region, outline
 from ..patterns.split_qkv import KIND, SplitRotaryMatch, find_split_rotary
@@ -48,7 +49,7 @@ def _fuse(mod: tvm.IRModule, gvar: tvm.ir.GlobalVar, run: PassRun) -> tvm.IRModu
         return mod
     func = separate_regions(view, [(m.region, m.outputs) for m in matches])
     if func is not view.function:
-        mod = tvm.IRModule(dict(mod.functions), attrs=mod.attrs)
+        mod = with_functions(mod, mod.functions)
         mod.update_func(gvar, func)
         view = FunctionView(mod, gvar)
         matches = [m for m in find_split_rotary(view) if isinstance(m, SplitRotaryMatch)]

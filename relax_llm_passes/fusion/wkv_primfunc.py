@@ -12,6 +12,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
+from ..cloning import with_functions
 from ..kernels.wkv import LARGEST_HEAD
 from ..kernels.wkv_cpu import emit_wkv_cpu
 from ..kernels.wkv_cuda import emit_wkv_cuda
@@ -51,7 +52,7 @@ def ReplaceWkvKernels(mod: tvm.IRModule, run: PassRun) -> tvm.IRModule:
         run.record.match("wkv", 1, gvar.name_hint)
     if not new:
         return mod
-    result = tvm.IRModule(dict(mod.functions.items()), attrs=mod.attrs)
+    result = with_functions(mod, mod.functions)
     for gvar, kernel in new.items():
         result.update_func(gvar, kernel)
     return result
