@@ -31,6 +31,9 @@ from relax_llm_passes import corpus
 from relax_llm_passes.errors import UnsupportedError
 
 DEFAULT_GRAPHS = ("rwkv5_package_decode", "mpt_foundry_rope_decode")
+# The compiler, and what only a compiler needs.
+NOT_NEEDED = ("libtvm_compiler*", "__pycache__", "*.h", "*.hpp", "*.cuh",
+              "src", "3rdparty", "include")  # fmt: skip
 RUNNER = Path(__file__).with_name("run_on_gpu.py")
 
 
@@ -67,7 +70,7 @@ def copy_runtime(folder: Path) -> None:
         shutil.copytree(
             source,
             folder / "python" / source.name,
-            ignore=shutil.ignore_patterns("libtvm_compiler*", "__pycache__", "*.h", "src"),
+            ignore=shutil.ignore_patterns(*NOT_NEEDED),
             dirs_exist_ok=True,
         )
 
