@@ -17,7 +17,7 @@ from tvm import relax
 from tvm_ffi import structural_equal, structural_hash
 
 from . import verify
-from .cloning import new_seq
+from .cloning import new_if, new_seq
 from .emission import Emitted, emission_key
 from .errors import InputError
 from .outline import COMPOSITE_PREFIX, inline
@@ -320,7 +320,8 @@ class _Rewriter:
             other, b = self.seq(name, value.false_branch)
             self.checks.forget(mark)
             if a or b:
-                return [relax.VarBinding(binding.var, relax.If(value.cond, then, other))]
+                new = new_if(value.cond, then, other, value.ty)
+                return [relax.VarBinding(binding.var, new)]
             return [binding]
         if isinstance(value, relax.Function):
             inner = self.function(name, value)

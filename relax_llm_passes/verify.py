@@ -73,6 +73,15 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]
 
 
+def _ends(text: str, most: int = 200) -> str:
+    """Return the text on one line; of a long one what it begins and ends with.
+
+    TVM says first what is wrong and last of which value, with the program between.
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+
+
 class Verifier:
     """Checks a module after each pass of a pipeline; a pass that breaks it is undone."""
 
@@ -99,7 +108,7 @@ class Verifier:
             # Not the pass's fault when it was given such a module.
             if not relax.analysis.check_well_formed(before):
                 return None
-            return f"the result is not well-formed: {str(error).splitlines()[-1]}"
+            return f"the result is not well-formed: {_ends(str(error))}"
         if step.stage == "optional":
             return None
         old, new = signatures(before), signatures(after)

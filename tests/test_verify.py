@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import tvm
 from tvm import relax, te
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 import relax_llm_passes as rlp
 from relax_llm_passes import lower, registry
@@ -193,3 +195,44 @@ def test_a_fusion_that_raises_costs_speed_not_the_program(scratch):
     with pytest.warns(UserWarning, match="Broken failed and was left out"):
         report = compile_and_check(passes="default,Broken")
     assert notes(report) == ["undone: RuntimeError: no such layout"]
+
+
+@I.ir_module
+class Branches:
+    @R.function
+    def main(
+        x: R.Tensor((3, 8), "float32"), w: R.Tensor((8, 8), "float32"), flag: R.Tensor((), "bool")
+    ) -> R.Tensor((3, 8), "float32"):
+        if flag:
+            y = R.tanh(R.matmul(x, w))
+        else:
+            y = R.nn.relu(R.matmul(R.add(x, x), w))
+        return y
+
+
+def test_kernels_in_both_branches_are_verified_and_kept():
+    seq = rlp.default_pipeline("llvm", verify=True)
+    executable = tvm.compile(Branches, seq.target, relax_pipeline=seq)
+    assert not [n for p in seq.report.passes for n in p.notes if n.startswith("undone")]
+    lowered = next(p for p in seq.report.passes if p.name == "LowerComposites")
+    assert lowered.matched["gemm:verified"] == 2
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype("float32") for s in ((3, 8), (8, 8)))
+    for flag, wanted in ((True, np.tanh(x @ w)), (False, np.maximum(2 * x @ w, 0))):
+        vm = relax.VirtualMachine(executable, tvm.cpu())
+        found = vm["main"](*map(tvm.runtime.tensor, (x, w, np.array(flag)))).numpy()
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_an_operator_that_tvm_cannot_lower_is_its_own_error(verify):
+    """Lowering is not left out: what comes after would fail and not say why."""
+
+    @I.ir_module
+    class ByParameter:
+        @R.function
+        def main(x: R.Tensor(("n", "m"), "float32"), s: R.Shape(["m", "n"])):
+            return R.reshape(x, s)
+
+    with pytest.raises(AssertionError):  # of TVM's rule for reshape
+        rlp.default_pipeline("llvm", verify=verify)(ByParameter)
