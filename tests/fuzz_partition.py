@@ -5,8 +5,9 @@ the matches of a random list of patterns, from the raw or from the canonical mod
 rounds), and everything inlined back. Checked: no exception, well formed, same results bit by bit
 (numpy interpreter, side effects in order), every region outlined or refused with a reason,
 canonicalization idempotent, inlining back structurally equal to the canonical module. Some graphs
-also go through PartitionGemm and CombineParallelMatmul. Every `--vm`-th graph is compiled and run
-by TVM.
+also go through PartitionGemm, CombineParallelMatmul, partition_for_cublas and partition_for_cutlass
+(these two: well formed, with the attributes that TVM reads). Every `--vm`-th graph is compiled and
+run by TVM.
 
 Beside it the same graphs and the same lists of patterns go through TVM's CanonicalizeBindings,
 FuseOpsByPattern, MergeCompositeFunctions and CombineParallelMatmul, in a process of their own since
@@ -36,6 +37,7 @@ from tvm.relax import Function
 from relax_llm_passes.dataflow import FunctionView, is_var, views
 from relax_llm_passes.fusion.canonicalize_bindings import canonicalize
 from relax_llm_passes.fusion.combine_parallel_matmul import CombineParallelMatmul
+from relax_llm_passes.fusion.partition_byoc import partition_for_cublas, partition_for_cutlass
 from relax_llm_passes.fusion.partition_gemm import PartitionGemm
 from relax_llm_passes.outline import Region, inline, outline
 from tests.interpreter import Interpreter, equal
@@ -46,6 +48,8 @@ from tests.random_patterns import (
     random_patterns,
     usual_patterns,
 )
+
+DROP_INS = {"cublas": partition_for_cublas, "cutlass": partition_for_cutlass}
 
 
 def public_functions(mod: tvm.IRModule) -> list[str]:
@@ -215,6 +219,15 @@ def check_passes(
         raise Failure("inlining what PartitionGemm made changed a result")
     counts["partitioned"] += 1
     counts["products outlined"] += len(after.functions) - len(start.functions)
+    for library, drop_in in DROP_INS.items():
+        offered = drop_in(start)
+        well_formed(offered, f"module for {library}")
+        for gvar, func in offered.functions_items():
+            attrs = func.attrs or {}
+            if "Codegen" in attrs and gvar not in start.functions:
+                if str(attrs["Codegen"]) != library or "global_symbol" not in attrs:
+                    raise Failure(f"{library}: attributes of a wrapper")
+                counts[f"products for {library}"] += 1
     combined = CombineParallelMatmul()(start)
     well_formed(combined, "combined module")
     # One product of three weights may sum in another order than three products.
