@@ -94,15 +94,20 @@ def test_run_errors(library, capsys):
     np.savez(library / "odd.npz", x=np.zeros((2, 6), "float32"))
     np.savez(library / "name.npz", xx=np.zeros((2, 5), "float32"))
     (library / "junk.npz").write_bytes(b"PK\x03\x04junk")
+    with open(library / "one.npz", "wb") as file:
+        np.save(file, np.zeros((2, 5), "float32"))
     for arguments, message in (
         (["--inputs", "bad.npz"], "x is float64, expected float32"),
         (["--inputs", "odd.npz"], r"shape (2, 6), expected (2, 5)"),
         (["--inputs", "name.npz"], "unknown input of main 'xx'; did you mean 'x'"),
         (["--inputs", "junk.npz"], "no readable .npz"),
+        (["--inputs", "one.npz"], "holds one array"),
         (["--inputs", "none.npz"], "no such file"),
         (["--shape", "m=3"], "unknown symbolic size"),
         (["--shape", "n"], "expected NAME=SIZE"),
         (["--function", "mian"], "did you mean 'main'"),
+        (["--shape", "n=" + "9" * 20], "too large"),
+        (["--threads", "100000"], "at most 1024"),
         (["--repeat", "0"], "--repeat 0"),
     ):
         given = [str(library / a) if a.endswith(".npz") else a for a in arguments]

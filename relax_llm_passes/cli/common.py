@@ -253,12 +253,18 @@ def parse_sizes(items: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
+# More than any machine has.
+_MOST_THREADS = 1024
+
+
 def set_threads(count: int | None) -> None:
     """Set how many threads TVM's runtime uses; call before TVM runs anything."""
     if count is None:
         return
     if count < 1:
         raise InputError(f"--threads {count}: expected at least 1")
+    if count > _MOST_THREADS:  # TVM starts them all at once and they spin: nothing comes back
+        raise InputError(f"--threads {count}: expected at most {_MOST_THREADS}")
     os.environ["TVM_NUM_THREADS"] = str(count)
 
 

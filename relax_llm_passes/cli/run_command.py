@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         prepare_folder(Path(args.output).parent, "--output")
     sizes = parse_sizes(args.shape)
+    for size in sizes.values():
+        if size >= 2**40:  # no tensor of that length fits anywhere
+            raise InputError(f"--shape: {size} is too large for a size of a tensor")
     from ..signature import Signature, read_sidecar
 
     if not Path(args.library).is_file():
@@ -81,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
         progress(f"loading {args.library}")
         machine, device = load_machine(args.library, record)
         progress("drawing inputs")
-        arguments = signature.arguments(sizes, args.seed, arrays)
+        try:
+            arguments = signature.arguments(sizes, args.seed, arrays)
+        except (MemoryError, OverflowError) as error:
+            raise InputError(f"the inputs do not fit into memory: {one_line(error)}") from None
         progress(f"running {name}")
         outputs, seconds = call(machine, name, arguments, device, args.repeat)
     if sizes:
@@ -123,9 +129,10 @@ def choose_function(
 def read_npz(path: str) -> dict[str, np.ndarray]:
     """Read an .npz file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not hasattr(file, "files"):
-                raise InputError(f"{path} holds one array; expected an .npz with named arrays")
+        file = np.load(path, allow_pickle=False)
+        if not hasattr(file, "files"):
+            raise InputError(f"{path} holds one array; expected an .npz with named arrays")
+        with file:
             return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
