@@ -1,11 +1,11 @@
 """Pack what a bare GPU machine needs into one folder.
 
-    python benchmarks/gpu_bundle.py FOLDER [--arch sm_90] [--graph NAME ...]
+    python benchmarks/gpu_bundle.py FOLDER [--arch sm_90] [--python 3.12] [--graph NAME ...]
 
 Makes FOLDER with the runtime libraries of TVM (no compiler) and of CUDA, graphs of the corpus
 compiled by TVM's default pipeline and by this package's with cubins inside, their inputs and
-expected outputs, and ``run_on_gpu.py``. On the GPU machine, with the same Python version, numpy and
-the driver:
+expected outputs, and ``run_on_gpu.py``. On the GPU machine, with the Python version named (this
+one's by default; the extension modules of another come by pip), numpy and the driver:
 
     python FOLDER/run_on_gpu.py            # writes benchmarks/results/GPU-NAME.json
 
@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ DEFAULT_GRAPHS = ("rwkv5_package_decode", "mpt_foundry_rope_decode")
 # The compiler, and what only a compiler needs.
 NOT_NEEDED = ("libtvm_compiler*", "__pycache__", "*.h", "*.hpp", "*.cuh",
               "src", "3rdparty", "include")  # fmt: skip
+THIS_PYTHON = ".".join(map(str, sys.version_info[:2]))
 RUNNER = Path(__file__).with_name("run_on_gpu.py")
 
 
@@ -59,13 +63,17 @@ def compile_one(name: str, pipeline: str, arch: str, output: Path, emulated: boo
     executable.export_library(str(output))
 
 
-def copy_runtime(folder: Path) -> None:
+def copy_runtime(folder: Path, python: str) -> None:
     """TVM's Python package and runtime libraries without the compiler, tvm_ffi and ml_dtypes."""
     import ml_dtypes
     import tvm
     import tvm_ffi
 
-    for package in (tvm, tvm_ffi, ml_dtypes):
+    packages = [tvm, tvm_ffi, ml_dtypes]
+    if python != THIS_PYTHON:  # TVM's package is of no version, the others are
+        packages = [tvm]
+        download_extensions(folder / "python", python)
+    for package in packages:
         source = Path(package.__file__).parent
         shutil.copytree(
             source,
@@ -73,6 +81,22 @@ def copy_runtime(folder: Path) -> None:
             ignore=shutil.ignore_patterns(*NOT_NEEDED),
             dirs_exist_ok=True,
         )
+
+
+def download_extensions(folder: Path, python: str) -> None:
+    """Unpack tvm_ffi and ml_dtypes, in the versions installed here, for another Python."""
+    wanted = [f"{n}=={importlib.metadata.version(n)}" for n in ("apache-tvm-ffi", "ml_dtypes")]
+    platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28)]
+    with tempfile.TemporaryDirectory() as wheels:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+                   "--only-binary=:all:", f"--python-version={python}", *platforms,
+                   "--dest", wheels, *wanted]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["?"])[-1]
+            raise UnsupportedError(f"no {' and '.join(wanted)} for Python {python}: {reason}")
+        for wheel in Path(wheels).glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(folder)
 
 
 def cuda_runtime() -> Path | None:
@@ -93,8 +117,11 @@ def save(folder: Path, name: str, arrays: Sequence[Any]) -> None:
         np.save(folder / f"{name}{i}.npy", a.view(np.uint16) if a.dtype.name == "bfloat16" else a)
 
 
-def build(folder: Path, graphs: list[str], arch: str, emulated: bool = False) -> None:
-    """Write the bundle into ``folder``."""
+def build(
+    folder: Path, graphs: list[str], arch: str, emulated: bool = False, python: str = ""
+) -> None:
+    """Write the bundle into ``folder``, for a machine with Python ``python`` (this one's)."""
+    python = python or THIS_PYTHON
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in graphs:
@@ -114,10 +141,10 @@ def build(folder: Path, graphs: list[str], arch: str, emulated: bool = False) ->
             if done.returncode:
                 row["failed"] = (done.stderr.strip().splitlines() or ["?"])[-1][:300]
             rows.append(row)
-    manifest = {"arch": arch, "emulated": emulated, "python": list(sys.version_info[:2]),
+    manifest = {"arch": arch, "emulated": emulated, "python": [int(n) for n in python.split(".")],
                 "rows": rows}  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    copy_runtime(folder)
+    copy_runtime(folder, python)
     library = None if emulated else cuda_runtime()
     if library is not None:
         (folder / "lib").mkdir(exist_ok=True)
@@ -131,6 +158,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--graph", action="append")
+    parser.add_argument("--python", default="", metavar="X.Y", help="of the GPU machine")
     parser.add_argument("--emulated", action="store_true", help="code for the CPU stand-in")
     parser.add_argument("--compile", nargs=4, metavar=("GRAPH", "PIPELINE", "ARCH", "OUTPUT"))
     a = parser.parse_args()
@@ -144,7 +172,7 @@ def main() -> None:
 
     if nvcc_missing() and not a.emulated:
         raise UnsupportedError(f"a GPU bundle needs nvcc: {nvcc_missing()}")
-    build(a.folder, a.graph or list(DEFAULT_GRAPHS), a.arch, a.emulated)
+    build(a.folder, a.graph or list(DEFAULT_GRAPHS), a.arch, a.emulated, a.python)
     for row in json.loads((a.folder / "manifest.json").read_text())["rows"]:
         if "failed" in row:
             print(f"{row['graph']} by {row['pipeline']} does not compile: {row['failed']}")
