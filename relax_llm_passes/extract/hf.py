@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnknownNameError
 from ..signature import WEIGHT_NAMES_ATTR
+from .masks import mask_maker
 from .require import require
 from .torch_import import export_module, import_exported
 
@@ -89,13 +90,7 @@ def _wrap(model: Any, mode: str) -> Any:
     transformers: Any = require("transformers", "extracting a Hugging Face model")
     argument = "" if mode == "prefill" else _cache_argument(model)
 
-    def mask_for(ids: Any, past: int) -> Any:
-        # transformers' own mask looks for packed sequences by a cumulative sum of booleans, which
-        # TVM cannot compile.
-        length = ids.shape[1]
-        lowest = torch.finfo(model.dtype).min
-        full = torch.full((length, past + length), lowest, dtype=model.dtype)
-        return full.triu(past + 1)[None, None]
+    mask_for = mask_maker(model)
 
     def layer_of(key: Any, value: Any) -> Any:
         layer = transformers.cache_utils.DynamicLayer()
