@@ -252,8 +252,15 @@ except RuntimeError as error:
 """
 
 
+@pytest.fixture
+def by_nvcc(monkeypatch):
+    """Compile for a GPU, whether or not a test before has installed the emulation of one."""
+    monkeypatch.setattr("relax_llm_passes.cuda_on_cpu.preload.stand_ins_loaded", lambda: False)
+
+
 @pytest.mark.slow
 @needs_nvcc
+@pytest.mark.usefixtures("by_nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_export_and_reload_in_a_fresh_process(arch, tmp_path):
     case = _named("bias_residual_relu")
