@@ -22,7 +22,7 @@ from .cloning import map_prim
 from .expressions import VAR_TYPES
 from .kernels.scalar_expr import any_node
 
-__all__ = ["ShapeChecks", "asserted_shapes"]
+__all__ = ["ShapeChecks", "asserted_shapes", "caller_sizes"]
 
 Shapes = list[tuple[list[Any], list[Any]]]
 
@@ -45,7 +45,7 @@ def asserted_shapes(func: relax.Function, args: Sequence[Any]) -> Shapes | None:
     pairs = list(_in_body(func))
     if not pairs:
         return []
-    sizes = _sizes(func.params, args)
+    sizes = caller_sizes(func.params, args)
     analyzer = tvm.sym.Analyzer()
     found: Shapes = []
     for have, want in pairs:
@@ -70,7 +70,7 @@ def _in_body(func: relax.Function) -> Any:
                     yield list(have), list(want)
 
 
-def _sizes(params: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
+def caller_sizes(params: Sequence[Any], args: Sequence[Any]) -> dict[Any, Any]:
     """Return the caller's expression for each symbolic size that a parameter's type names."""
     sizes: dict[Any, Any] = {}
 

@@ -44,8 +44,8 @@ def mask_maker(model: Any) -> Callable[[Any, int], Any]:
     torch: Any = require("torch", "extracting a model")
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else None
     config = model.config if config is None else config
-    kinds = _kinds(model, config)
     source = inspect.getsource(sys.modules[type(model).__module__])
+    kinds = _kinds(model, config, source)
     by_kind = bool(_TAKES_DICT.search(source)) and bool(getattr(config, "layer_types", None))
     if not by_kind and len(kinds) > 1:
         raise UnsupportedError(
@@ -75,7 +75,7 @@ def mask_maker(model: Any) -> Callable[[Any, int], Any]:
     return masks
 
 
-def _kinds(model: Any, config: Any) -> set[str]:
+def _kinds(model: Any, config: Any, source: str) -> set[str]:
     """Return the kinds of attention among a model's layers."""
     types = getattr(config, "layer_types", None)
     if types:
@@ -89,7 +89,6 @@ def _kinds(model: Any, config: Any) -> set[str]:
         return kinds
     window = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True) is not False
-    source = inspect.getsource(sys.modules[type(model).__module__])
     if window and used and "sliding_window" in source:
         return {"sliding_attention"}
     return {_FULL}

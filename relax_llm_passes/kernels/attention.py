@@ -12,12 +12,13 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from tvm import relax, tirx
+from tvm import relax
 from tvm.s_tir import renew_defs
 
 from ..dataflow import FunctionView
 from ..lower import Accept, Composite, register_implementation
 from ..report import Refusal
+from ..shape_checks import caller_sizes
 from ..targets import num_threads, vector_lanes
 from .attention_decode_cpu import attention_decode_cpu
 from .attention_decode_cuda import attention_decode_cuda, decode_lanes
@@ -70,7 +71,7 @@ def emit_plan(
     types = _types_for_call(composite, args)
     by_plan = [types[order.index(i)] for i in range(len(wanted))]
     if match.plan.tir_vars:
-        symbols = _symbols(composite, args)
+        symbols = caller_sizes(composite.func.params, args)
         operands += [symbols.get(v, v) for v in match.plan.tir_vars]
     call = relax.call_tir(gvar, operands, by_plan if len(by_plan) > 1 else by_plan[0])
     if order == list(range(len(wanted))):
@@ -88,32 +89,12 @@ def _results(func: relax.Function) -> list[Any]:
     return [body] if fields is None else fields
 
 
-def _symbols(composite: Composite, args: Sequence[Any]) -> dict[Any, Any]:
-    """Return the caller's sizes for the composite's symbolic sizes."""
-    found: dict[Any, Any] = {}
-    for param, arg in zip(composite.func.params, args, strict=True):
-        mine, theirs = param.ty, arg.ty
-        if isinstance(mine, relax.TensorType) and isinstance(mine.shape, relax.ShapeExpr):
-            pairs = zip(mine.shape.values, theirs.shape.values, strict=True)
-        elif isinstance(mine, relax.ShapeType) and mine.values is not None:
-            pairs = zip(mine.values, theirs.values, strict=True)
-        elif isinstance(param, tirx.Var) and tvm.ir.is_prim_expr(param):
-            found[param] = arg
-            continue
-        else:
-            continue
-        for a, b in pairs:
-            if isinstance(a, tirx.Var):
-                found[a] = b
-    return found
-
-
 def _types_for_call(composite: Composite, args: Sequence[Any]) -> list[Any]:
     from ..cloning import map_type
 
     ty = composite.result_ty
     fields = list(ty.fields) if isinstance(ty, tvm.ir.TupleType) else [ty]
-    symbols = _symbols(composite, args)
+    symbols = caller_sizes(composite.func.params, args)
     return [map_type(f, symbols) for f in fields]
 
 

@@ -74,7 +74,6 @@ def joined_kernel(members: Sequence[Member]) -> tirx.PrimFunc:
         with T.prim_func(is_private=True, s_tir=True):
             T.func_name(name)
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
-            sizes: list[Any] = []
             buffers: list[dict[str, Any]] = []
 
             def parameter(number: int, tensor: tuple[str, tuple[Any, ...], str]) -> None:
